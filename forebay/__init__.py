@@ -1,0 +1,66 @@
+"""Forebay: asynchronous rollouts, a replay buffer, and training that goes on after ``kill -9``.
+
+Everything public in one place: the engine from ``pipeline``, runners and sources from ``tasks``.
+"""
+
+import importlib
+from types import ModuleType
+
+
+def _ours(name: str) -> ModuleType:
+    """Import one of this distribution's packages, and say which file hides it if another one is found."""
+    module = importlib.import_module(name)
+    path = getattr(module, "__file__", None) or ""
+    if not hasattr(module, "__path__"):
+        raise ImportError(
+            f"forebay needs its own package {name!r}, but {path} hides it. Rename that file (or move it out of "
+            f"the folder that Python searches first) and try again."
+        )
+    return module
+
+
+_ours("pipeline")
+_ours("tasks")
+
+from pipeline import Batch as Batch  # noqa: E402
+from pipeline import ClosedError as ClosedError  # noqa: E402
+from pipeline import ConfigError as ConfigError  # noqa: E402
+from pipeline import Context as Context  # noqa: E402
+from pipeline import Damaged as Damaged  # noqa: E402
+from pipeline import EndOfSource as EndOfSource  # noqa: E402
+from pipeline import FailFast as FailFast  # noqa: E402
+from pipeline import ForebayError as ForebayError  # noqa: E402
+from pipeline import Group as Group  # noqa: E402
+from pipeline import Item as Item  # noqa: E402
+from pipeline import Locked as Locked  # noqa: E402
+from pipeline import NewerFormat as NewerFormat  # noqa: E402
+from pipeline import NotARun as NotARun  # noqa: E402
+from pipeline import OtherRun as OtherRun  # noqa: E402
+from pipeline import Pipeline as Pipeline  # noqa: E402
+from pipeline import PipelineOptions as PipelineOptions  # noqa: E402
+from pipeline import Progress as Progress  # noqa: E402
+from pipeline import ProgressBar as ProgressBar  # noqa: E402
+from pipeline import Resumed as Resumed  # noqa: E402
+from pipeline import Retry as Retry  # noqa: E402
+from pipeline import Rollout as Rollout  # noqa: E402
+from pipeline import RolloutFailed as RolloutFailed  # noqa: E402
+from pipeline import RolloutInvalid as RolloutInvalid  # noqa: E402
+from pipeline import Skip as Skip  # noqa: E402
+from pipeline import Source as Source  # noqa: E402
+from pipeline import SourceMark as SourceMark  # noqa: E402
+from pipeline import SourceMismatch as SourceMismatch  # noqa: E402
+from pipeline import Starved as Starved  # noqa: E402
+from pipeline import Stateful as Stateful  # noqa: E402
+from pipeline import StoreError as StoreError  # noqa: E402
+from pipeline import SyncPipeline as SyncPipeline  # noqa: E402
+from pipeline import Task as Task  # noqa: E402
+from pipeline import Trace as Trace  # noqa: E402
+from pipeline import UsageError as UsageError  # noqa: E402
+from pipeline import WriteFailed as WriteFailed  # noqa: E402
+from pipeline import configure as configure  # noqa: E402
+from tasks import EnvSeeds as EnvSeeds  # noqa: E402
+from tasks import JsonlSource as JsonlSource  # noqa: E402
+from tasks import NStep as NStep  # noqa: E402
+from tasks import SequenceSource as SequenceSource  # noqa: E402
+from tasks import n_step as n_step  # noqa: E402
+from tasks import threaded as threaded  # noqa: E402

@@ -1,0 +1,5 @@
+"""Where finished groups wait."""
+
+from pipeline.buffer.batch import Batch as Batch
+from pipeline.buffer.batch import Group as Group
+from pipeline.buffer.buffer import GroupBuffer as GroupBuffer

@@ -1,0 +1,73 @@
+"""Finished groups: an index by version, a selector, and a storage.
+
+All of it is synchronous; whoever waits for a batch waits in the pipeline, on a condition. The index holds what may be
+selected: a batch that is reserved to be handed out again, or leased, is not in it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline.buffer.selectors import FifoSelector, StalestSelector, StrictSelector
+from pipeline.buffer.storages import RolloutStorage
+from pipeline.interfaces import Selector
+
+
+class GroupBuffer:
+    """Holds finished groups until a batch takes them."""
+
+    def __init__(self, *, order: Literal["finished", "strict"], selector: Literal["fifo", "stalest"]) -> None:
+        self.storage = RolloutStorage()
+        self._versions = StalestSelector()
+        self._strict = StrictSelector() if order == "strict" else None
+        self._selector: Selector = self._versions
+        if self._strict is not None:
+            self._selector = self._strict
+        elif selector == "fifo":
+            self._selector = FifoSelector()
+        self.peak = 0
+
+    def add(self, uid: int, version: int) -> None:
+        """Take in a finished group; ``version`` is the oldest of its weights."""
+        self._versions.add(uid, version)
+        if self._selector is not self._versions:
+            self._selector.add(uid, version)
+        self.peak = max(self.peak, len(self._versions))
+
+    def remove(self, uid: int) -> None:
+        """Take a group out of the selection; its payload stays."""
+        self._versions.remove(uid)
+        if self._selector is not self._versions:
+            self._selector.remove(uid)
+
+    def opened(self, uid: int) -> None:
+        """Note that ``uid`` is claimed or reopened; strict order waits for it."""
+        if self._strict is not None:
+            self._strict.opened(uid)
+
+    def closed(self, uid: int) -> None:
+        """Note that ``uid`` has finished or been dropped."""
+        if self._strict is not None:
+            self._strict.closed(uid)
+
+    def ready(self, count: int) -> bool:
+        """Whether :meth:`take` would return ``count`` groups now."""
+        if len(self._versions) < count:
+            return False
+        return self._strict is None or self._strict.ready() >= count
+
+    def take(self, count: int) -> list[int]:
+        """Take up to ``count`` groups out of the selection, in its order."""
+        taken = self._selector.take(count)
+        if self._selector is not self._versions:
+            for uid in taken:
+                self._versions.remove(uid)
+        return taken
+
+    def older_than(self, version: int) -> list[int]:
+        """Return the groups in the selection whose version lies below ``version``, oldest first."""
+        oldest = self._versions.oldest()
+        return [] if oldest is None or oldest >= version else self._versions.older_than(version)
+
+    def __len__(self) -> int:
+        return len(self._versions)

@@ -1,0 +1,1 @@
+"""Generations: committed as one thing, found by their manifests."""

@@ -1,0 +1,249 @@
+"""Generations on the disk: find, read, commit, and drop the old ones.
+
+A commit writes into a folder aside (``00000012.part``), syncs every file and the folder, renames the folder, and
+writes the manifest last, aside and renamed as well. Killed at any of these calls, the generations before are whole and
+this one does not exist; what is left over is cleaned by the next commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipeline.checkpoint.manifest import MANIFEST_FILE, FileInfo, Manifest, decode_manifest, encode_manifest
+from pipeline.checkpoint.trainer_state import check_file
+from pipeline.errors import Damaged, OtherRun, StoreError, WriteFailed
+from pipeline.store.files import FilesLike
+from pipeline.store.frames import crc32c, crc32c_of_file
+from pipeline.store.layout import Layout, write_file
+
+_NAME = re.compile(r"\d+")
+
+
+class Stored(NamedTuple):
+    """A complete generation: its folder and its manifest."""
+
+    folder: str
+    manifest: Manifest
+
+
+class Found(NamedTuple):
+    """Complete generations by rising number, and those whose manifest is damaged, with the error."""
+
+    complete: list[Stored]
+    damaged: list[tuple[int, Damaged]]
+
+
+def find_generations(layout: Layout, run_id: str) -> Found:
+    """Read every manifest of a run. Numbers decide, never names as text and never file times.
+
+    Raises:
+        OtherRun: a manifest is of another run.
+        NewerFormat: a manifest was written by a newer version.
+    """
+    complete: list[Stored] = []
+    damaged: list[tuple[int, Damaged]] = []
+    try:
+        names = [name for name in os.listdir(layout.generations) if _NAME.fullmatch(name)]
+    except FileNotFoundError:
+        names = []
+    for name in sorted(names, key=int):
+        folder = os.path.join(layout.generations, name)
+        path = os.path.join(folder, MANIFEST_FILE)
+        try:
+            with open(path, "rb") as file:
+                manifest = decode_manifest(file.read(), path)
+        except FileNotFoundError:
+            continue
+        except Damaged as error:
+            damaged.append((int(name), error))
+            continue
+        if manifest.run_id != run_id:
+            raise OtherRun(
+                f"{path}: the generation belongs to run {manifest.run_id}, the folder to run {run_id}. "
+                "Was it copied here? Remove it, or resume it in its own folder."
+            )
+        if manifest.generation != int(name):
+            damaged.append((int(name), Damaged(f"{path}: says generation {manifest.generation}; renamed?")))
+            continue
+        complete.append(Stored(folder, manifest))
+    return Found(complete, damaged)
+
+
+def choose(found: Found, step: int | None, where: str) -> Stored:
+    """Return the generation to resume: the newest, or the newest of ``step``.
+
+    Raises:
+        Damaged: the newest has a damaged manifest; the message offers the one before.
+        StoreError: there is none of ``step``; the message lists the steps that there are.
+    """
+    if step is None:
+        newest = found.complete[-1] if found.complete else None
+        if found.damaged and (newest is None or found.damaged[-1][0] > newest.manifest.generation):
+            number, error = found.damaged[-1]
+            offer = f" resume(step={newest.manifest.step}) takes the one before it." if newest is not None else ""
+            raise Damaged(f"generation {number} is damaged: {error}.{offer}")
+        if newest is None:
+            raise StoreError(f"{where}: holds no complete generation")
+        return newest
+    matching = [stored for stored in found.complete if stored.manifest.step == step]
+    if not matching:
+        steps = sorted({stored.manifest.step for stored in found.complete})
+        raise StoreError(f"{where}: no generation of step {step}; there are steps {', '.join(map(str, steps))}")
+    return matching[-1]
+
+
+def check_generation(stored: Stored) -> None:
+    """Compare every file of a generation with its manifest. Blocks.
+
+    Raises:
+        Damaged: names the first file that is missing or changed.
+    """
+    for info in stored.manifest.files:
+        check_file(os.path.join(stored.folder, info.path), size=info.bytes, checksum=info.crc32c)
+
+
+class GenerationWriter:
+    """Writes one generation. All methods block, and belong to one thread at a time."""
+
+    def __init__(self, layout: Layout, files: FilesLike, number: int) -> None:
+        self.number = number
+        self._layout, self._files = layout, files
+        self._final = os.path.join(layout.generations, f"{number:08d}")
+        self.folder = self._final + ".part"
+        self.infos: list[FileInfo] = []
+
+    def begin(self) -> None:
+        """Make the folder aside; what a crash left under its name is removed."""
+        remove_tree(self._files, self.folder)
+        remove_tree(self._files, self._final)
+        self._files.makedirs(self.folder)
+
+    def add(self, path: str, content: bytes) -> None:
+        """Write a small file."""
+        target = self._target(path)
+        handle = self._files.create(target)
+        try:
+            self._files.write(handle, [content])
+            self._files.sync(handle)
+        finally:
+            self._files.close(handle)
+        self.infos.append(FileInfo(path=path, bytes=len(content), crc32c=f"{crc32c(content):08x}"))
+
+    def link(self, path: str, source: str, info: FileInfo) -> None:
+        """Take over a file of an earlier generation without copying it (or with, where links are impossible)."""
+        target = self._target(path)
+        try:
+            self._files.link(source, target)
+        except OSError:
+            with open(source, "rb") as file:
+                handle = self._files.create(target)
+                try:
+                    while chunk := file.read(16 << 20):
+                        self._files.write(handle, [chunk])
+                    self._files.sync(handle)
+                finally:
+                    self._files.close(handle)
+        self.infos.append(info)
+
+    def adopt(self) -> None:
+        """List the files that somebody else wrote into the folder, such as the body of ``checkpoint``."""
+        listed = {info.path for info in self.infos}
+        for path in sorted(_walk(self.folder)):
+            if path in listed:
+                continue
+            full = os.path.join(self.folder, path)
+            if os.path.islink(full) or not os.path.isfile(full):
+                raise StoreError(f"{full}: only plain files can be part of a checkpoint")
+            with open(full, "rb") as file:
+                os.fsync(file.fileno())
+            size, checksum = crc32c_of_file(full)
+            self.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
+
+    def commit(self, manifest: Manifest) -> Stored:
+        """Make the generation exist.
+
+        Raises:
+            WriteFailed: it could not be written; the generations before it are untouched.
+        """
+        try:
+            for folder in sorted({os.path.dirname(os.path.join(self.folder, info.path)) for info in self.infos}):
+                self._files.sync_directory(folder)
+            self._files.sync_directory(self.folder)
+            self._files.rename(self.folder, self._final)
+            self._files.sync_directory(self._layout.generations)
+            write_file(self._files, os.path.join(self._final, MANIFEST_FILE), encode_manifest(manifest))
+        except OSError as error:
+            raise WriteFailed(f"{self._final}: could not be committed: {error}") from error
+        return Stored(self._final, manifest)
+
+    def abandon(self) -> None:
+        """Remove what was written aside."""
+        remove_tree(self._files, self.folder)
+
+    def _target(self, path: str) -> str:
+        target = os.path.join(self.folder, path)
+        parent = os.path.dirname(target)
+        if parent != self.folder:
+            self._files.makedirs(parent)
+        return target
+
+
+def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], keep: int | None) -> list[int]:
+    """Remove generations beyond the newest ``keep`` distinct steps, and what crashes left over. Blocks.
+
+    The newest complete generation always stays. Manifests go first, so that a half removed one does not exist.
+
+    Returns:
+        The numbers of the generations that were removed.
+    """
+    stored = sorted(found, key=lambda each: each.manifest.generation)
+    newest_of_step = {each.manifest.step: each.manifest.generation for each in stored}
+    kept_steps = sorted(newest_of_step, key=lambda step: newest_of_step[step])[-keep:] if keep else list(newest_of_step)
+    kept = {newest_of_step[step] for step in kept_steps} | {each.manifest.generation for each in stored[-1:]}
+    gone = []
+    if keep is not None:
+        for each in stored:
+            if each.manifest.generation not in kept:
+                remove_tree(files, each.folder)
+                gone.append(each.manifest.generation)
+    newest = stored[-1].manifest.generation if stored else -1
+    for name in os.listdir(layout.generations):
+        number, dot, rest = name.partition(".")
+        folder = os.path.join(layout.generations, name)
+        unfinished = dot and rest == "part"
+        if not dot and _NAME.fullmatch(name):
+            unfinished = not os.path.exists(os.path.join(folder, MANIFEST_FILE))
+        if unfinished and _NAME.fullmatch(number) and int(number) <= newest:
+            remove_tree(files, folder)
+    return gone
+
+
+def remove_tree(files: FilesLike, path: str) -> None:
+    """Remove a folder and all in it, its manifest first; an absent one is no error."""
+    if not os.path.lexists(path):
+        return
+    manifest = os.path.join(path, MANIFEST_FILE)
+    if os.path.lexists(manifest):
+        files.unlink(manifest)
+        files.sync_directory(path)
+    for folder, folders, names in os.walk(path, topdown=False):
+        for name in names:
+            files.unlink(os.path.join(folder, name))
+        for name in folders:
+            full = os.path.join(folder, name)
+            if os.path.islink(full):
+                files.unlink(full)
+            else:
+                files.rmdir(full)
+    files.rmdir(path)
+
+
+def _walk(folder: str) -> list[str]:
+    found = []
+    for where, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+        found += [os.path.relpath(os.path.join(where, name), folder) for name in [*names, *links]]
+    return found

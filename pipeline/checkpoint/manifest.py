@@ -1,0 +1,90 @@
+"""The manifest: what a generation consists of. A generation without a whole one does not exist.
+
+It is written last. Names in it are data: a path that leads out of the generation's folder is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import Damaged, NewerFormat
+from pipeline.store.frames import crc32c
+from pipeline.store.journal import JournalPosition
+from pipeline.store.segments import SegmentInfo
+
+MANIFEST_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the generation: its path inside the folder, its size, its crc32c in hexadecimal."""
+
+    path: str
+    bytes: int
+    crc32c: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``manifest.json``; every field has a default, so that old files load."""
+
+    format_version: int = MANIFEST_VERSION
+    run_id: str = ""
+    generation: int = 0
+    parent: int = -1
+    """The generation that this one goes on from; -1: none."""
+    step: int = 0
+    incarnation: int = 0
+    reason: str = "save"
+    world_size: int = 1
+    """How many ranks wrote shards."""
+    written: str = ""
+    """When, in UTC, for people."""
+    journals: list[JournalPosition] = []
+    segments: list[SegmentInfo] = []
+    files: list[FileInfo] = []
+    attached: list[str] = []
+    options: dict[str, Any] = {}
+    tasks: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    """What a generation of this kind usually holds and this one does not, and why."""
+    checksum: str = ""
+    """crc32c of this manifest as encoded with an empty checksum."""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's bytes, with its own checksum in it."""
+    bare = msgspec.structs.replace(manifest, checksum="")
+    checksum = f"{crc32c(msgspec.json.encode(bare)):08x}"
+    return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(bare, checksum=checksum))) + b"\n"
+
+
+def decode_manifest(raw: bytes, where: str) -> Manifest:
+    """Return the manifest in ``raw``.
+
+    Raises:
+        NewerFormat: written by a newer version.
+        Damaged: it is not whole, or names a file outside its folder.
+    """
+    try:
+        fields = msgspec.json.decode(raw)
+        version = fields.get("format_version", 0)
+        if version > MANIFEST_VERSION:
+            raise NewerFormat(
+                f"{where}: the manifest has format {version}; this version reads up to {MANIFEST_VERSION}. "
+                "Install a newer forebay."
+            )
+        manifest = msgspec.convert(fields, Manifest)
+    except (msgspec.MsgspecError, AttributeError, TypeError) as error:
+        raise Damaged(f"{where}: the manifest is damaged ({error})") from None
+    fields.pop("checksum", None)
+    bare = msgspec.json.encode(msgspec.structs.replace(manifest, checksum=""))
+    if f"{crc32c(bare):08x}" != manifest.checksum:
+        raise Damaged(f"{where}: the manifest was changed; its checksum does not fit")
+    for info in manifest.files:
+        parts = info.path.split("/")
+        if os.path.isabs(info.path) or ".." in parts or "" in parts:
+            raise Damaged(f"{where}: names the file {info.path!r}, which is not inside the generation's folder")
+    return manifest

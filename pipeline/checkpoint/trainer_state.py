@@ -1,0 +1,172 @@
+"""State of what was attached (model, optimizer, ...) to a file and back, without pickle.
+
+The file is a valid ``safetensors`` file. Its tensors are numbered; ``__tree__`` is MessagePack in a uint8 tensor and
+holds the nesting, the keys and every plain value, with references to the tensors. A tensor that stands in several
+places is stored once and comes back shared. Tensors are written one after the other, so that nothing but the largest
+is ever copied, and read back by their own slices of a mapped file.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from pipeline.errors import Damaged, UsageError
+from pipeline.store.codec import TensorBytes, read_blob, tensor_bytes
+from pipeline.store.files import FilesLike
+from pipeline.store.frames import crc32c_more, crc32c_of_file
+from pipeline.store.plain import MARK, PlainValueError, from_plain, to_plain
+
+TREE_KEY = "__tree__"
+_CHUNK = 16 << 20
+
+
+class CapturedState:
+    """One attached object's state, as ``state_dict`` gave it: references to tensors and a copy of the rest.
+
+    Writing reads the tensors, so they must not change before :meth:`write` has returned.
+    """
+
+    def __init__(self, name: str, state: Any) -> None:
+        """Capture ``state``.
+
+        Raises:
+            UsageError: a value in it cannot be stored; the message says where it stands.
+        """
+        self.name = name
+        self._tensors: list[Any] = []
+        self._places: dict[tuple[Any, ...], int] = {}
+        try:
+            self._tree = msgspec.msgpack.encode(to_plain(state, leaf=self._leaf))
+        except PlainValueError as error:
+            raise UsageError(f"attached {name!r}: {error}") from None
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            if hasattr(value, "device_mesh"):
+                raise PlainValueError(f"a DTensor at {path}; write it inside `async with pipe.checkpoint(step)`")
+            return {MARK: ["tensor" if isinstance(value, torch.Tensor) else "array", self._number(value)]}
+        if isinstance(value, (torch.dtype, torch.device, torch.Size)):
+            return {MARK: [type(value).__name__, str(value) if not isinstance(value, torch.Size) else list(value)]}
+        raise PlainValueError(
+            f"a {type(value).__name__} at {path} cannot be stored without pickle; state_dict() must give tensors, "
+            "arrays, None, bool, int, float, str, bytes, and lists, tuples and dicts of them"
+        )
+
+    def _number(self, value: Any) -> int:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+            key: tuple[Any, ...] = (id(value),)
+            if value.numel():
+                key = (value.data_ptr(), value.dtype, tuple(value.shape), tuple(value.stride()), str(value.device))
+        else:
+            key = (id(value),)
+        if key not in self._places:
+            self._places[key] = len(self._tensors)
+            self._tensors.append(value)
+        return self._places[key]
+
+    def write(self, files: FilesLike, path: str) -> tuple[int, str]:
+        """Write the file and sync it. Blocks: call it where blocking is allowed.
+
+        Returns:
+            Its size in bytes, and its crc32c as eight hexadecimal digits.
+        """
+        checksum = 0
+        handle = files.create(path)
+        size = 0
+        try:
+            for chunk in self._chunks():
+                checksum = crc32c_more(checksum, chunk)
+                size += files.write(handle, [chunk])
+            files.sync(handle)
+        finally:
+            files.close(handle)
+        return size, f"{checksum:08x}"
+
+    def _chunks(self) -> Iterator[memoryview]:
+        header: dict[str, Any] = {}
+        offset = 0
+        # Wide types first, so that each tensor is aligned to its own item size without gaps.
+        sizes = [(number, _describe(value)) for number, value in enumerate(self._tensors)]
+        sizes.sort(key=lambda each: -each[1][2])
+        for number, (dtype, shape, itemsize) in sizes:
+            end = offset + itemsize * int(np.prod(shape, dtype=np.int64))
+            header[str(number)] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+        end = offset + len(self._tree)
+        header[TREE_KEY] = {"dtype": "U8", "shape": [len(self._tree)], "data_offsets": [offset, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        for number, _ in sizes:
+            array = tensor_bytes(self._tensors[number]).array.reshape(-1).view(np.uint8)
+            for start in range(0, len(array), _CHUNK):
+                yield memoryview(array[start : start + _CHUNK])  # type: ignore[arg-type]
+        yield memoryview(self._tree)
+
+
+def _describe(value: Any) -> tuple[str, list[int], int]:
+    """Dtype name, shape and item size of a tensor, at the cost of none of its data."""
+    empty = value.new_empty(0) if isinstance(value, torch.Tensor) else np.empty(0, value.dtype)
+    described: TensorBytes = tensor_bytes(empty)
+    return described.dtype, list(value.shape), described.itemsize
+
+
+def read_state(path: str, *, size: int, checksum: str) -> Any:
+    """Return the state in a file. Blocks.
+
+    Raises:
+        Damaged: the file is missing, or not what the manifest says, or no such file.
+    """
+    check_file(path, size=size, checksum=checksum)
+    tensors = _read_tensors(path)
+    tree = tensors.pop(TREE_KEY, None)
+    if tree is None:
+        raise Damaged(f"{path}: holds no {TREE_KEY!r}, so it is no trainer state")
+
+    def leaf(kind: str, content: Any) -> Any:
+        if kind == "tensor":
+            return tensors[str(content)]
+        if kind == "array":
+            return tensors[str(content)].numpy()
+        if kind == "Size":
+            return torch.Size(content)
+        if kind == "device":
+            return torch.device(content)
+        if kind == "dtype":
+            return getattr(torch, content.removeprefix("torch."))
+        raise PlainValueError(f"unknown kind {kind!r}")
+
+    try:
+        return from_plain(msgspec.msgpack.decode(tree.numpy().tobytes()), leaf=leaf)
+    except (msgspec.MsgspecError, PlainValueError, KeyError, AttributeError) as error:
+        raise Damaged(f"{path}: the state in it is damaged ({error})") from None
+
+
+def _read_tensors(path: str) -> dict[str, torch.Tensor]:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return read_blob(memoryview(mapped), path) if len(mapped) else {}
+
+
+def check_file(path: str, *, size: int, checksum: str) -> None:
+    """Compare a file with its line in a manifest. Blocks.
+
+    Raises:
+        Damaged: it is missing, of another length, or its bytes changed.
+    """
+    try:
+        found = os.path.getsize(path)
+    except FileNotFoundError:
+        raise Damaged(f"{path}: missing, though the generation's manifest lists it ({size} bytes)") from None
+    if found != size:
+        raise Damaged(f"{path}: {found} bytes long, {size} expected; the file was cut or changed")
+    _, actual = crc32c_of_file(path)
+    if actual != checksum:
+        raise Damaged(f"{path}: crc32c {actual}, {checksum} expected; the file was changed")

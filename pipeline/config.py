@@ -1,0 +1,157 @@
+"""Options: frozen, keyword-only, checked when built, and back from plain dicts as they went in."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeAlias
+
+import msgspec
+
+from pipeline.errors import ConfigError
+
+Durability: TypeAlias = Literal["none", "kill", "power"]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every options object.
+
+    ``Class.of({...})`` builds one from plain values (YAML, JSON), ``to_dict`` gives them back.
+    """
+
+    @classmethod
+    def of(cls, given: Self | Mapping[str, Any] | None = None) -> Self:
+        """Build from an object of this class, a mapping of plain values, or nothing (the defaults).
+
+        Raises:
+            ConfigError: an unknown name, a wrong type, or a value out of range.
+        """
+        if isinstance(given, cls):
+            return given
+        values: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        known = set(cls.__struct_fields__)
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    f"{cls.__name__} has no option {name!r}; it has {', '.join(sorted(known))}", option=name
+                )
+        if isinstance(values.get("directory"), os.PathLike):
+            values["directory"] = os.fspath(values["directory"])
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            cause = error.__cause__
+            if isinstance(cause, ConfigError):
+                raise cause from None
+            raise ConfigError(f"{cls.__name__}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that :meth:`of` takes and YAML or JSON keep."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+    def _at_least(self, option: str, least: float, *, none_ok: bool = False) -> None:
+        value = getattr(self, option)
+        if value is None and none_ok:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError.of(option, value, f"a finite number of at least {least} is needed")
+        if value < least:
+            raise ConfigError.of(option, value, f"must be at least {least}")
+
+
+class Retry(Options, frozen=True, kw_only=False, tag="retry", tag_field="policy"):
+    """Try a failing member again, up to ``attempts`` tries in all; then it failed for good."""
+
+    attempts: int = 3
+
+    def __post_init__(self) -> None:
+        self._at_least("attempts", 1)
+
+
+class FailFast(Options, frozen=True, tag="fail_fast", tag_field="policy"):
+    """The first failure stops the run: ``get_batch`` raises it."""
+
+
+class Skip(Options, frozen=True, tag="skip", tag_field="policy"):
+    """A failing member is settled at once as failed; the run goes on."""
+
+
+FailurePolicy: TypeAlias = Retry | FailFast | Skip
+
+
+def failure_policy(given: FailurePolicy | Mapping[str, Any] | str) -> FailurePolicy:
+    """Return the policy that ``given`` describes: an object, ``"skip"``, or ``{"policy": "retry", ...}``.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    if isinstance(given, (Retry, FailFast, Skip)):
+        return given
+    plain: Any = {"policy": given} if isinstance(given, str) else dict(given)
+    try:
+        policy: FailurePolicy = msgspec.convert(plain, FailurePolicy)
+        return policy
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        allowed = "Retry(attempts=n), FailFast() or Skip(), or a dict with policy: retry, fail_fast or skip"
+        raise ConfigError.of("on_failure", given, f"{allowed} ({error})") from None
+
+
+class PipelineOptions(Options, frozen=True, kw_only=True):
+    """Options of a :class:`~pipeline.Pipeline`."""
+
+    directory: str | None = None
+    """Folder of the run, made if absent. None keeps everything in memory."""
+    concurrency: int = 64
+    """Attempts in flight at once."""
+    max_staleness: int | None = None
+    """Most steps that may have been trained since the oldest weights of a rollout. None: any."""
+    batch_groups: int | None = None
+    """Groups of a batch, if that is known beforehand. Left out, the first ``get_batch`` tells; until then a run with
+    ``max_staleness`` starts nothing, because it cannot know how far ahead is too far."""
+    strategy: Literal["asynchronous", "synchronous"] = "asynchronous"
+    """``synchronous``: nothing is produced but for the batch that is being waited for."""
+    order: Literal["finished", "strict"] = "finished"
+    """``strict``: batches are made in draw order, so that they never depend on how long rollouts take."""
+    selector: Literal["fifo", "stalest"] = "fifo"
+    """Which finished groups a batch takes first; ``strict`` order leaves no choice."""
+    capacity: int | None = None
+    """Most groups claimed and not yet trained. None: as many as staleness allows, else two batches."""
+    durability: Durability = "kill"
+    """``none``: written at a save. ``kill``: written as it comes. ``power``: and synced to the disk."""
+    write_queue_bytes: int = 256 << 20
+    """Bytes that may wait to be written before producers wait."""
+    segment_bytes: int = 64 << 20
+    """A payload segment is sealed when it is longer than this."""
+    max_rerolls: int = 3
+    """How often a group that became too old is run again; then it is dropped as expired."""
+    max_deaths: int = 3
+    """Unplanned deaths of the process with an item in flight, past which the item is quarantined."""
+    seed: int = 0
+    """Decides the order of items and every random stream of the run."""
+    keep: int | None = 3
+    """Generations kept, counted by distinct steps. None: all."""
+    watchdog: float | None = 0.1
+    """Seconds after which whoever holds the event loop is named in the log. None: off."""
+    rank: int = 0
+    """This trainer's data-parallel rank."""
+
+    def __post_init__(self) -> None:
+        for option in ("concurrency", "write_queue_bytes", "segment_bytes"):
+            self._at_least(option, 1)
+        for option in ("max_deaths", "max_rerolls", "rank"):
+            self._at_least(option, 0)
+        self._at_least("max_staleness", 0, none_ok=True)
+        for option in ("capacity", "keep", "batch_groups"):
+            self._at_least(option, 1, none_ok=True)
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError.of("seed", self.seed, "must fit in 64 bits")
+        if self.watchdog is not None and not (math.isfinite(self.watchdog) and self.watchdog > 0):
+            raise ConfigError.of("watchdog", self.watchdog, "seconds above 0 are needed, or None")
+        if self.directory is None and self.durability == "power":
+            raise ConfigError.of("durability", "power", "needs a directory")
+        if self.strategy == "synchronous" and self.selector == "stalest":
+            raise ConfigError.of("selector", "stalest", "a synchronous pipeline has nothing to select from")

@@ -1,0 +1,3 @@
+"""Where attempts run."""
+
+from pipeline.engines.local import LocalEngine as LocalEngine

@@ -1,0 +1,110 @@
+"""Every error that this library raises on purpose.
+
+::
+
+    ForebayError
+    ├── ConfigError          (ValueError)    an option or argument is out of range
+    ├── UsageError           (RuntimeError)  a verb was called at the wrong time
+    │   └── ClosedError                      the pipeline is closed
+    ├── RunnerError          (RuntimeError)  what the user's rollout function did
+    │   ├── RolloutFailed                    it raised, and its policy says to stop
+    │   └── RolloutInvalid   (TypeError)     it returned what is no rollout
+    ├── EndOfSource          (EOFError)      a finite source has nothing left
+    ├── Starved              (RuntimeError)  waiting cannot help: nothing can be produced
+    ├── SourceError          (ValueError)
+    │   └── SourceMismatch                   the run was begun with another source
+    └── StoreError           (OSError)       what lies, or should lie, on the disk
+        ├── NotARun                          the folder holds something else
+        ├── OtherRun                         a file belongs to another run
+        ├── NewerFormat                      written by a newer version
+        ├── Damaged                          a file is cut, missing or altered
+        ├── Locked                           another process writes in this folder
+        └── WriteFailed                      a write, fsync or rename failed
+
+To add one: subclass the family that a caller would catch, draw it above, and write a message that says
+where, what was expected, what was found, and what to do next. Errors carry one message, so that they
+survive a trip between processes.
+"""
+
+from __future__ import annotations
+
+
+class ForebayError(Exception):
+    """Root of every error that the library raises on purpose."""
+
+
+class ConfigError(ForebayError, ValueError):
+    """An option or argument is out of range; ``option`` names it."""
+
+    def __init__(self, message: str, *, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+    @classmethod
+    def of(cls, option: str, value: object, allowed: str) -> ConfigError:
+        """Build the usual message: the option's name, its value, and what is allowed."""
+        return cls(f"{option}={value!r}: {allowed}", option=option)
+
+
+class UsageError(ForebayError, RuntimeError):
+    """A verb was called at the wrong time; the message says which verb is missing."""
+
+
+class ClosedError(UsageError):
+    """The pipeline is closed, or was never opened."""
+
+
+class RunnerError(ForebayError, RuntimeError):
+    """Something that a user's rollout function did."""
+
+
+class RolloutFailed(RunnerError):
+    """An attempt failed for good and its task's policy is to stop; the cause is the original error."""
+
+
+class RolloutInvalid(RunnerError, TypeError):
+    """A runner returned what is no rollout; the message names the task, the item and the field."""
+
+
+class EndOfSource(ForebayError, EOFError):
+    """Every item of every finite source has been handed out."""
+
+
+class Starved(ForebayError, RuntimeError):
+    """Waiting cannot help: nothing that could still be produced would be accepted."""
+
+
+class SourceError(ForebayError, ValueError):
+    """A source cannot serve what was asked of it."""
+
+
+class SourceMismatch(SourceError):
+    """The run was begun with another source than the one that it is resumed with."""
+
+
+class StoreError(ForebayError, OSError):
+    """Something about the files of a run."""
+
+
+class NotARun(StoreError):
+    """The folder holds something that is not a run."""
+
+
+class OtherRun(StoreError):
+    """A file in the folder belongs to another run."""
+
+
+class NewerFormat(StoreError):
+    """The file was written by a newer version of the library."""
+
+
+class Damaged(StoreError):
+    """A file is cut, missing or altered; the message names the file and the offset."""
+
+
+class Locked(StoreError):
+    """Another process writes in this folder; the message names it."""
+
+
+class WriteFailed(StoreError):
+    """A write, fsync or rename failed; the cause is the operating system's error."""

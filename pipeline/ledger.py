@@ -1,0 +1,453 @@
+"""Where every claimed item is: one state each, and counts that add up at any moment.
+
+``apply(event)`` takes the producer half's events, in life as in recovery, and never fails on an event that a
+pipeline wrote: what concerns an item that has ended is counted and otherwise ignored. The consumer half (leases,
+acks) has verbs of its own, because it goes back with the weights::
+
+    recover(g) = Ledger(consumer half of g), apply(every event of every journal), restore(consumer half of g)
+
+This holds after each call, and :meth:`Ledger.check` asserts it::
+
+    claimed = waiting + running + parked + buffered + leased + trained + retired + dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import UsageError
+from pipeline.intervals import IntervalSet
+from pipeline.records import (
+    AnyEvent,
+    Claimed,
+    Closed,
+    Dropped,
+    Failed,
+    Finished,
+    Interrupted,
+    Opened,
+    Reopened,
+    Started,
+)
+
+WAITING, RUNNING, PARKED, BUFFERED, LEASED = range(5)
+STATES = ("waiting", "running", "parked", "buffered", "leased")
+PENDING, IN_FLIGHT, FINISHED, GIVEN_UP = range(4)
+
+
+class Entry:
+    """A claimed item that has not ended."""
+
+    __slots__ = (
+        "attempts",
+        "content",
+        "deaths",
+        "effective",
+        "epoch",
+        "failures",
+        "in_flight",
+        "index",
+        "interruptions",
+        "kind",
+        "life",
+        "members",
+        "need",
+        "newest",
+        "oldest",
+        "order",
+        "position",
+        "rank",
+        "rewards",
+        "size",
+        "state",
+        "task",
+        "tokens",
+        "uid",
+        "unsettled",
+    )
+
+    def __init__(self, event: Claimed, rank: int) -> None:
+        size = event.size
+        self.uid, self.task, self.epoch, self.index = event.uid, event.task, event.epoch, event.index
+        self.position, self.size, self.need, self.kind = event.position, size, event.need, event.kind
+        self.content, self.rank = event.content, rank
+        self.state = RUNNING
+        self.members = [PENDING] * size
+        self.failures = [0] * size
+        self.attempts = [0] * size
+        self.unsettled, self.in_flight = size, 0
+        self.life = self.interruptions = self.deaths = 0
+        self.order = 0
+        """Counts groups as they become buffered: the order in which fifo hands them out."""
+        self.oldest: int | None = None
+        self.newest = 0
+        self.effective = 0
+        """The oldest version in terms of the weights that are in use now; staleness counts from it."""
+        self.rewards = 0.0
+        self.tokens = 0
+
+
+class TaskTotals(msgspec.Struct):
+    """A task's counts for the life of the run."""
+
+    claimed: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = {}
+    produced: int = 0
+    """Groups that became buffered; one that was reopened and finished again counts again."""
+    finished: int = 0
+    """Members that finished."""
+    failed: int = 0
+    """Attempts that failed."""
+    interrupted: int = 0
+    reopened: int = 0
+    tokens: int = 0
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    seconds: float = 0.0
+    """Time that attempts which finished took."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that was handed out: its groups, in order, and how often each had been reopened."""
+
+    step: int
+    uids: list[int]
+    lives: list[int]
+    consumer: str = "trainer"
+
+
+class ConsumerHalf(msgspec.Struct, kw_only=True):
+    """What the weights have seen, as a generation keeps it. Every field has a default: old files load."""
+
+    format_version: int = 1
+    step: int = 0
+    trained: list[tuple[int, int]] = []
+    leases: list[Lease] = []
+    trained_by_task: dict[str, int] = {}
+
+
+class Ledger:
+    """States of all claimed items; see the module."""
+
+    def __init__(self, consumed: ConsumerHalf | None = None) -> None:
+        half = consumed or ConsumerHalf()
+        self.entries: dict[int, Entry] = {}
+        self.counts: dict[str, list[int]] = {}
+        self.totals: dict[str, TaskTotals] = {}
+        self.next_uid = 0
+        self.incarnation = 0
+        self.trained = IntervalSet(half.trained)
+        self.dropped = IntervalSet()
+        self.step = half.step
+        """Last step whose batch has been acked."""
+        self.leases: dict[int, Lease] = {}
+        self._order = 0
+        self._clean = True
+        self._apply: dict[type, Callable[..., Entry | None]] = {
+            Claimed: self._claimed,
+            Started: self._started,
+            Finished: self._finished,
+            Failed: self._failed,
+            Interrupted: self._interrupted,
+            Dropped: self._dropped,
+            Reopened: self._reopened,
+            Opened: self._opened,
+            Closed: self._closed,
+        }
+
+    # -- the producer half ---------------------------------------------------------------------------------
+
+    def apply(self, event: AnyEvent) -> Entry | None:
+        """Take in an event. Returns the entry if it just became buffered, else None."""
+        handler = self._apply.get(type(event))
+        return None if handler is None else handler(event)
+
+    def _task(self, name: str) -> list[int]:
+        counts = self.counts.get(name)
+        if counts is None:
+            counts = self.counts[name] = [0] * len(STATES)
+            self.totals[name] = TaskTotals(dropped={})
+        return counts
+
+    def _move(self, entry: Entry, state: int) -> None:
+        if entry.state != state:
+            counts = self.counts[entry.task]
+            counts[entry.state] -= 1
+            counts[state] += 1
+            entry.state = state
+
+    def _claimed(self, event: Claimed) -> None:
+        counts = self._task(event.task)
+        self.totals[event.task].claimed += 1
+        if event.uid >= self.next_uid:
+            self.next_uid = event.uid + 1
+        self.entries[event.uid] = Entry(event, 0)
+        counts[RUNNING] += 1
+
+    def _started(self, event: Started) -> None:
+        entry = self.entries.get(event.uid)
+        if entry is None:
+            return
+        entry.members[event.member] = IN_FLIGHT
+        entry.attempts[event.member] = event.attempt
+        entry.in_flight += 1
+        if entry.state != RUNNING:
+            self._move(entry, RUNNING)
+
+    def _finished(self, event: Finished) -> Entry | None:
+        entry = self.entries.get(event.uid)
+        if entry is None:
+            return None
+        totals = self.totals[entry.task]
+        totals.finished += 1
+        totals.tokens += event.tokens
+        totals.reward_sum += event.reward
+        totals.reward_count += 1
+        totals.seconds += event.seconds
+        entry.tokens += event.tokens
+        entry.rewards += event.reward
+        if entry.oldest is None:
+            entry.oldest, entry.newest, entry.effective = event.oldest, event.newest, event.oldest
+        else:
+            entry.oldest = min(entry.oldest, event.oldest)
+            entry.effective = min(entry.effective, event.oldest)
+            entry.newest = max(entry.newest, event.newest)
+        entry.members[event.member] = FINISHED
+        return self._settle(entry)
+
+    def _failed(self, event: Failed) -> Entry | None:
+        entry = self.entries.get(event.uid)
+        if entry is None:
+            return None
+        self.totals[entry.task].failed += 1
+        entry.failures[event.member] += 1
+        if event.final:
+            entry.members[event.member] = GIVEN_UP
+            return self._settle(entry)
+        self._unstart(entry, event.member)
+        return None
+
+    def _interrupted(self, event: Interrupted) -> None:
+        entry = self.entries.get(event.uid)
+        if entry is None:
+            return
+        self.totals[entry.task].interrupted += 1
+        entry.interruptions += 1
+        entry.deaths += event.unplanned
+        self._unstart(entry, event.member)
+
+    def _unstart(self, entry: Entry, member: int) -> None:
+        entry.members[member] = PENDING
+        entry.in_flight -= 1
+        if not entry.in_flight:
+            self._move(entry, WAITING)
+
+    def _settle(self, entry: Entry) -> Entry | None:
+        """A member has ended. Once all have, the group is buffered, or dropped if too few finished."""
+        entry.unsettled -= 1
+        entry.in_flight -= 1
+        if entry.unsettled:
+            return None
+        if entry.members.count(FINISHED) < entry.need:
+            self._end(entry, "failed")
+            return None
+        self._order += 1
+        entry.order = self._order
+        self._move(entry, BUFFERED)
+        self.totals[entry.task].produced += 1
+        return entry
+
+    def _dropped(self, event: Dropped) -> None:
+        entry = self.entries.get(event.uid)
+        if entry is not None:
+            self._end(entry, event.reason)
+
+    def _end(self, entry: Entry, reason: str) -> None:
+        # Only in recovery: a line that was abandoned may have dropped what the restored weights have seen.
+        if entry.uid in self.trained:
+            return
+        del self.entries[entry.uid]
+        self.counts[entry.task][entry.state] -= 1
+        self.dropped.add(entry.uid)
+        dropped = self.totals[entry.task].dropped
+        dropped[reason] = dropped.get(reason, 0) + 1
+
+    def _reopened(self, event: Reopened) -> None:
+        entry = self.entries.get(event.uid)
+        if entry is None:
+            return
+        self.totals[entry.task].reopened += 1
+        entry.life += 1
+        entry.members = [PENDING] * entry.size
+        entry.unsettled, entry.in_flight = entry.size, 0
+        entry.oldest, entry.newest, entry.rewards, entry.tokens = None, 0, 0.0, 0
+        self._move(entry, WAITING)
+
+    def _opened(self, event: Opened) -> None:
+        """A new life begins: nothing is in flight, and old versions are no newer than what was restored."""
+        self.incarnation = event.incarnation
+        for entry in self.entries.values():
+            if entry.in_flight:
+                self.totals[entry.task].interrupted += entry.in_flight
+                entry.interruptions += 1
+                entry.deaths += not self._clean
+                entry.members = [PENDING if member == IN_FLIGHT else member for member in entry.members]
+                entry.in_flight = 0
+            if entry.state == RUNNING:
+                self._move(entry, WAITING)
+            entry.effective = min(entry.effective, event.version)
+        self._clean = False
+
+    def _closed(self, event: Closed) -> None:
+        self._clean = True
+
+    # -- the consumer half ---------------------------------------------------------------------------------
+
+    @property
+    def next_step(self) -> int:
+        """The step that the next batch is for."""
+        return max(self.step, max(self.leases, default=0)) + 1
+
+    def lease(self, step: int, uids: Sequence[int]) -> Lease:
+        """Hand buffered groups out for ``step``."""
+        entries = [self.entries[uid] for uid in uids]
+        for entry in entries:
+            if entry.state != BUFFERED:
+                raise UsageError(f"uid {entry.uid} is {STATES[entry.state]}, not buffered; it cannot be leased")
+            self._move(entry, LEASED)
+        lease = Lease(step=step, uids=list(uids), lives=[entry.life for entry in entries])
+        self.leases[step] = lease
+        return lease
+
+    def release(self, step: int) -> list[Entry]:
+        """Take a batch back; its groups are buffered again, in the order that they had."""
+        lease = self.leases.pop(step, None)
+        if lease is None:
+            return []
+        entries = [self.entries[uid] for uid in lease.uids]
+        for entry in entries:
+            self._move(entry, BUFFERED)
+        return entries
+
+    def check_ack(self, step: int) -> None:
+        """Raise UsageError if the weights cannot include every batch up to ``step``."""
+        if step < self.step:
+            raise UsageError(
+                f"step {step}: batches up to {self.step} are already trained; weights cannot go back without resume()"
+            )
+        if step > self.step and step not in self.leases:
+            given = f"batches of steps {sorted(self.leases)} are leased" if self.leases else "no batch is leased"
+            raise UsageError(f"step {step} was never handed out: {given}, and {self.step} is the last trained")
+
+    def ack(self, step: int) -> list[int]:
+        """Note that the weights include every batch up to ``step``. Returns the uids that became trained.
+
+        Raises:
+            UsageError: ``step`` was never handed out, or lies before what is trained already.
+        """
+        self.check_ack(step)
+        done = [uid for leased in sorted(self.leases) if leased <= step for uid in self.leases[leased].uids]
+        for uid in done:
+            entry = self.entries.pop(uid)
+            self.counts[entry.task][LEASED] -= 1
+            self.totals[entry.task].trained += 1
+            self.trained.add(uid)
+        self.leases = {leased: lease for leased, lease in self.leases.items() if leased > step}
+        self.step = step
+        return done
+
+    def consumer_half(self) -> ConsumerHalf:
+        """Return a copy of the consumer half as of now."""
+        return ConsumerHalf(
+            step=self.step,
+            trained=self.trained.ranges(),
+            leases=[self.leases[step] for step in sorted(self.leases)],
+            trained_by_task={name: totals.trained for name, totals in self.totals.items()},
+        )
+
+    def restore(self, half: ConsumerHalf) -> list[Lease]:
+        """End a recovery: impose the consumer half on the folded events.
+
+        Returns:
+            The leases beyond the half's step, oldest first: batches to hand out again.
+        """
+        for uid in [uid for uid in self.entries if uid in self.trained]:
+            entry = self.entries.pop(uid)
+            self.counts[entry.task][entry.state] -= 1
+        for task, count in half.trained_by_task.items():
+            self._task(task)
+            self.totals[task].trained = count
+        return sorted(half.leases, key=lambda lease: lease.step)
+
+    def still_whole(self, lease: Lease) -> bool:
+        """Whether every group of a batch is buffered, in the life that it had."""
+        for uid, life in zip(lease.uids, lease.lives, strict=True):
+            entry = self.entries.get(uid)
+            if entry is None or entry.state != BUFFERED or entry.life != life:
+                return False
+        return True
+
+    # -- questions -----------------------------------------------------------------------------------------
+
+    def state(self, uid: int) -> str:
+        """Return the state of ``uid``: one of the live states, trained, dropped, or future."""
+        entry = self.entries.get(uid)
+        if entry is not None:
+            return STATES[entry.state]
+        if uid in self.trained:
+            return "trained"
+        return "dropped" if uid in self.dropped else "future"
+
+    def count(self, state: int) -> int:
+        """Return how many items of all tasks are in ``state``."""
+        return sum(counts[state] for counts in self.counts.values())
+
+    @property
+    def claimed(self) -> int:
+        return sum(totals.claimed for totals in self.totals.values())
+
+    @property
+    def outstanding(self) -> int:
+        """Items claimed that have not ended."""
+        return len(self.entries)
+
+    def check(self) -> None:
+        """Assert that every claimed item is in exactly one state.
+
+        Raises:
+            AssertionError: it is not; this is a fault of the library.
+        """
+        for name, totals in self.totals.items():
+            live = sum(self.counts[name])
+            ended = totals.trained + sum(totals.dropped.values())
+            if totals.claimed != live + ended:
+                raise AssertionError(f"task {name!r}: claimed {totals.claimed} != live {live} + ended {ended}")
+        if sum(map(sum, self.counts.values())) != len(self.entries):
+            raise AssertionError("the counts by state are not those of the entries")
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Return everything that recovery must bring back, in plain comparable values."""
+        fields = [name for name in Entry.__slots__ if name != "order"]
+        ranked = sorted(self.entries.values(), key=lambda entry: entry.order)
+        return {
+            "entries": {uid: {name: getattr(each, name) for name in fields} for uid, each in self.entries.items()},
+            "order": [entry.uid for entry in ranked if entry.state in (BUFFERED, LEASED)],
+            "consumer": msgspec.to_builtins(self.consumer_half()),
+            "dropped": self.dropped.ranges(),
+            "totals": msgspec.to_builtins(self.totals),
+        }
+
+
+def recover(half: ConsumerHalf, events: Iterable[AnyEvent]) -> tuple[Ledger, list[Lease]]:
+    """Return the ledger that a generation's consumer half and all events give, and the batches to repeat.
+
+    Pure: the same input gives the same result, and giving the result's own state again changes nothing.
+    """
+    ledger = Ledger(half)
+    for event in events:
+        ledger.apply(event)
+    return ledger, ledger.restore(half)

@@ -1,0 +1,72 @@
+"""The names of everything that is logged, one line each: when, at what level, and with which fields.
+
+Names are an interface: people filter and count by them. One is never renamed, and never reused for something
+else. Every line of a run also carries what its :class:`~pipeline.observe.RunContext` holds: run, incarnation,
+rank, step.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+RUN_OPENED: Final = "run.opened"
+"""info. The folder is locked and a journal begun. directory, generation."""
+RUN_RECOVERED: Final = "run.recovered"
+"""info. A generation is loaded and the journals are folded. generation, step, version, events, buffered, seconds."""
+RUN_STARTED: Final = "run.started"
+"""info. Rollouts may run from here on. version, tasks, concurrency."""
+RUN_ADVANCED: Final = "run.advanced"
+"""info. A progress bar's figures, where there is no terminal. step, until, and those of the bar."""
+RUN_CLOSED: Final = "run.closed"
+"""info. Everything is written and the lock is free. seconds."""
+RUN_FAILED: Final = "run.failed"
+"""error. An error ended the run; the next verb raises it. error, with traceback."""
+
+ROLLOUT_FAILED: Final = "rollout.failed"
+"""warning when final, else info. An attempt failed. task, uid, member, attempt, reason, error, final."""
+ROLLOUT_INVALID: Final = "rollout.invalid"
+"""error. A runner returned what is no rollout. task, uid, member, error."""
+ROLLOUT_INTERRUPTED: Final = "rollout.interrupted"
+"""debug. An attempt was cut and will be run again. task, uid, member, attempt, reason."""
+ROLLOUT_QUARANTINED: Final = "rollout.quarantined"
+"""error. An item was in flight at too many deaths of the process and is given up. task, uid, deaths."""
+GROUP_FILTERED: Final = "group.filtered"
+"""debug. A finished group was turned down by its task's filter. task, uid."""
+STALE_EXPIRED: Final = "stale.expired"
+"""info. Finished groups were too old to be trained. count, oldest, version, then (dropped or reopened)."""
+
+BATCH_GIVEN: Final = "batch.given"
+"""debug. A batch was handed to the trainer. step, groups, staleness_mean, staleness_max, waited."""
+BATCH_RELEASED: Final = "batch.released"
+"""info. A batch went back untrained. step, groups."""
+WEIGHTS_UPDATED: Final = "weights.updated"
+"""debug. Rollouts start with a new version. version, running, seconds."""
+WEIGHTS_FAILED: Final = "weights.failed"
+"""error. A push failed; nothing starts until one succeeds. version, error."""
+
+GENERATION_COMMITTED: Final = "generation.committed"
+"""info. A checkpoint is on the disk. generation, step, bytes, seconds, reason."""
+GENERATION_FAILED: Final = "generation.failed"
+"""error. A checkpoint could not be written; the one before it stands. generation, step, error."""
+GENERATION_REMOVED: Final = "generation.removed"
+"""debug. A checkpoint past ``keep``, or an unfinished one, was deleted. generation, step."""
+CHECKPOINT_REQUESTED: Final = "checkpoint.requested"
+"""info. A trigger asked for a checkpoint. reason, deadline, then."""
+
+JOURNAL_TORN: Final = "journal.torn"
+"""warning. A journal ends in a broken record, as a crash leaves it. file, offset."""
+SEGMENT_REWRITTEN: Final = "segment.rewritten"
+"""error. An fsync failed; the segment was given up and written again from memory. file, error."""
+WRITER_FULL: Final = "writer.full"
+"""warning. Producers wait for the disk. bytes, seconds."""
+LOCK_TAKEN: Final = "lock.taken"
+"""warning. The folder was taken over from another process. host, process."""
+
+SOURCE_CHANGED: Final = "source.changed"
+"""warning. A source grew, or rows of it were corrected. task, before, after."""
+TASK_MISSING: Final = "task.missing"
+"""warning. The saved run has a task that this one has not; its counts are kept. task."""
+PROGRESS_UNKNOWN_FIELD: Final = "progress.unknown_field"
+"""warning. A saved progress holds a field that this version does not know; it is carried along. field, file."""
+LOOP_HELD: Final = "loop.held"
+"""warning. The event loop did not answer in time. The fields of :class:`~pipeline.observe.Held`, and times."""

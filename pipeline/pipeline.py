@@ -1,0 +1,352 @@
+"""The pipeline: rollouts in, batches out, killed and resumed.
+
+::
+
+    async with Pipeline([task], directory="runs/a", max_staleness=2) as pipe:
+        pipe.attach(model=model, optimizer=optimizer)
+        async with pipe.weight_update(version=(await pipe.resume()).version):
+            push(model)
+        await pipe.start()
+        async for batch in pipe.batches(groups=64, until=1000):
+            train_step(model, batch.padded())
+            async with pipe.weight_update(version=batch.step):
+                push(model)
+            if batch.step % 20 == 0:
+                await pipe.save(batch.step)
+
+``Pipeline(...).sync()`` has the same verbs for scripts that do not await.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+import anyio.to_thread
+
+from pipeline.buffer import Batch
+from pipeline.config import PipelineOptions
+from pipeline.engines import LocalEngine
+from pipeline.errors import ConfigError, EndOfSource, ForebayError, UsageError
+from pipeline.interfaces import Engine
+from pipeline.ledger import Ledger
+from pipeline.observe import flatten
+from pipeline.records import Item, Rollout
+from pipeline.runner.context import Context
+from pipeline.runner.policies import check_rollout
+from pipeline.sampler import Progress
+from pipeline.store.files import FilesLike
+from pipeline.task import Task
+from pipeline.wiring.run import Resumed, Run
+from pipeline.wiring.saving import Saving
+from pipeline.wiring.statistics import Statistics, take_statistics
+from pipeline.wiring.weights import Running
+
+if TYPE_CHECKING:
+    from pipeline.sync_form import SyncPipeline
+
+
+class Pipeline:
+    """Runs the rollouts of some tasks, keeps the finished ones, and hands out batches.
+
+    Args:
+        tasks: what to run, with distinct names.
+        options: a :class:`~pipeline.PipelineOptions` or a mapping of plain values.
+        engine: where attempts run; this process if left out.
+        files: the file layer, for tests.
+        inline: write on the event loop, for tests on a virtual clock.
+        **more: single options; they win over ``options``.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or two tasks have one name.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task] | Task,
+        options: PipelineOptions | Mapping[str, Any] | None = None,
+        *,
+        engine: Engine | None = None,
+        files: FilesLike | None = None,
+        inline: bool = False,
+        **more: Any,
+    ) -> None:
+        given = [tasks] if isinstance(tasks, Task) else list(tasks)
+        names = [task.name for task in given]
+        if not names:
+            raise ConfigError.of("tasks", given, "at least one task is needed")
+        if len(set(names)) != len(names):
+            raise ConfigError.of("tasks", names, "task names must be distinct")
+        base = options.to_dict() if isinstance(options, PipelineOptions) else dict(options or {})
+        self.options = PipelineOptions.of({**base, **more})
+        self._tasks = given
+        self._run = Run(given, self.options, files=files, engine=engine, inline=inline)
+        self._last: tuple[int, float | None] = (0, None)
+
+    # -- opening and closing -----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self._run.open()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        try:
+            await self._run.close()
+        except ForebayError:
+            # An error that is already on its way out says more than what closing found.
+            if exc[1] is None:
+                raise
+
+    async def aclose(self) -> None:
+        """Interrupt what runs, end the leases, write what is queued, free the folder. May be called from any task.
+
+        Raises:
+            ForebayError: something failed in the background and no verb has raised it yet.
+        """
+        await self._run.close()
+
+    def sync(self) -> SyncPipeline:
+        """Return the same pipeline for scripts that do not await: ``with Pipeline(...).sync() as pipe:``."""
+        from pipeline.sync_form import SyncPipeline
+
+        return SyncPipeline(self)
+
+    # -- before the first rollout --------------------------------------------------------------------------------
+
+    def attach(self, **objects: Any) -> None:
+        """Save and restore these with the run: anything with ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ConfigError: one has not, or its name cannot be a file's.
+            UsageError: the pipeline was started before.
+        """
+        self._run.attach(objects)
+
+    async def resume(self, step: int | None = None, *, restart: Sequence[str] = ()) -> Resumed:
+        """Go on from the newest generation, or from the newest one of ``step``; nothing is produced yet.
+
+        Everything is checked before anything is changed. Attached objects are loaded in place, and a new generation is
+        committed at once. In an empty directory, and without one, this does nothing.
+
+        Args:
+            step: the trainer's step to go back to.
+            restart: tasks to begin anew, because their source is another one now.
+
+        Raises:
+            Damaged: something that was promised to be there is not; the message says what and where.
+            SourceMismatch: a task's source is another one.
+            StoreError: there is no generation of ``step``.
+            UsageError: other names are attached than were saved, another seed, or resumed or started before.
+        """
+        found = await self._run.find(step, restart)
+        if found is None:
+            return Resumed()
+        self._run.check_sources(found, restart)
+        for name, each in self._run.attached.items():
+            each.load_state_dict(found.recovered.states[name])
+        return await self._run.take_over(found, restart)
+
+    async def start(self, *, weights_current: bool = False) -> None:
+        """Let rollouts run. In an empty directory generation 0 is committed first.
+
+        Args:
+            weights_current: what serves the rollouts holds the restored weights already.
+
+        Raises:
+            UsageError: the directory holds a run and ``resume`` was not called; or no weight update has set the
+                restored version.
+        """
+        if await self._run.prepare_start(weights_current) and await self._run.acquire_saver():
+            try:
+                capture = self._run.begin_first(self._run.capture_states())
+                await anyio.to_thread.run_sync(self._run.write_trainer, capture)
+            except BaseException:
+                self._run.release_saver()
+                raise
+            await self._run.commit(capture)
+        self._run.produce()
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    async def get_batch(self, groups: int) -> Batch:
+        """Wait for a batch of ``groups`` groups and lease it for the next step.
+
+        A finite source ends with a last batch that may be shorter, and then with EndOfSource. Cancelling the call
+        loses nothing.
+
+        Raises:
+            EndOfSource: nothing is left.
+            RolloutFailed: a task's policy is to stop at a failure; the cause is the original error.
+            RolloutInvalid: a runner returned what is no rollout.
+            Starved: nothing that could still be produced would be accepted.
+            UsageError: not started.
+        """
+        self._run.require_open()
+        if not self._run.started:
+            raise UsageError("get_batch() comes after start()")
+        batch = await self._run.consumer.get_batch(groups)
+        rewards = [group.reward_mean for group in batch]
+        self._last = (batch.staleness, sum(rewards) / len(rewards))
+        return batch
+
+    async def batches(self, groups: int, *, until: int | None = None) -> AsyncIterator[Batch]:
+        """Yield batches; asking for the next one acks the one before.
+
+        After ``break`` the last batch stays leased until ``ack`` or ``save``. A batch that was released in the body is
+        not acked.
+
+        Args:
+            groups: how many groups a batch has.
+            until: the last step. Left out, the loop ends when every source has; with it, a source that ends before is
+                an error.
+
+        Raises:
+            EndOfSource: the sources end before step ``until``.
+        """
+        while until is None or self._run.state.ledger.next_step <= until:
+            try:
+                batch = await self.get_batch(groups)
+            except EndOfSource:
+                if until is None:
+                    return
+                raise
+            yield batch
+            self._ack_if_leased(batch.step)
+
+    def _ack_if_leased(self, step: int) -> None:
+        if step in self._run.state.ledger.leases:
+            self._run.consumer.ack(step)
+
+    async def ack(self, step: int) -> None:
+        """Note that the weights include every batch up to ``step``.
+
+        Raises:
+            UsageError: ``step`` was never handed out, or lies before what is trained already.
+        """
+        self._run.require_open()
+        self._run.consumer.ack(step)
+
+    def release(self, batch: Batch) -> None:
+        """Give a batch back untrained: its groups are buffered again."""
+        batch.release()
+
+    # -- weights and checkpoints -------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def weight_update(self, version: int, running: Running = "keep") -> AsyncIterator[None]:
+        """Push new weights in the body; no attempt starts meanwhile.
+
+        Args:
+            version: the trainer's step whose weights they are.
+            running: what becomes of attempts in flight. ``keep``: they go on. ``finish``: the body begins when they
+                have ended. ``abort``: they are cut and run again afterwards; this counts as no failure.
+
+        If the body raises, the weights are in doubt, and nothing starts until an update succeeds.
+        """
+        self._run.require_open()
+        await self._run.weights.begin(version, running)
+        try:
+            yield
+        except BaseException as error:
+            self._run.weights.end(version, error, failed=True)
+            raise
+        self._run.weights.end(version, None, failed=False)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that rollouts are made with."""
+        return self._run.state.version
+
+    async def save(self, step: int) -> Saving:
+        """Commit a generation: the weights include every batch up to ``step``, which is acked in the same commit.
+
+        Rollouts go on. Returns once the trainer's tensors have been read, so that they may change; the rest is written
+        beside the trainer, and an error there is raised by the next verb (or by ``committed()`` of what is returned).
+        Without a directory, it only acks.
+
+        Raises:
+            UsageError: ``step`` was never handed out, or something attached cannot be stored.
+            WriteFailed: it could not be written; the generations before it stand, and a retry may work.
+        """
+        if not await self._run.acquire_saver():
+            return self._run.memory_save(step)
+        try:
+            capture = self._run.begin_save(step, "save", self._run.capture_states())
+            await anyio.to_thread.run_sync(self._run.write_trainer, capture)
+        except BaseException:
+            self._run.release_saver()
+            raise
+        return self._run.commit_later(capture)
+
+    @asynccontextmanager
+    async def checkpoint(self, step: int) -> AsyncIterator[str]:
+        """Like ``save``, and the files that the body writes into the folder it gets are committed with the rest.
+
+        ::
+
+            async with pipe.checkpoint(step) as folder:
+                dcp.save(state, checkpoint_id=folder)
+
+        A body that raises commits nothing.
+
+        Raises:
+            UsageError: there is no directory, or ``step`` was never handed out.
+            WriteFailed: it could not be written.
+        """
+        if not await self._run.acquire_saver():
+            raise UsageError("checkpoint() needs a directory")
+        try:
+            capture = self._run.begin_save(step, "checkpoint", self._run.capture_states())
+            await anyio.to_thread.run_sync(self._run.write_trainer, capture)
+            folder = os.path.join(capture.writer.folder, "files")
+            os.makedirs(folder)
+            try:
+                yield folder
+            except BaseException:
+                capture.abandon()
+                raise
+        except BaseException:
+            self._run.release_saver()
+            raise
+        await self._run.commit(capture)
+
+    # -- seeing ----------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is; always the same object, brought up to date when it is asked for."""
+        return self._run.state.refresh_progress()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where every item is: ``pipe.ledger.state(uid)``. To be read only."""
+        return self._run.state.ledger
+
+    def statistics(self) -> Statistics:
+        """Return a frozen snapshot of everything that queues, with peaks and waiters."""
+        return take_statistics(self._run.state, self._run.pool, self._last)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the statistics as flat floats, for a logger: ``{"tasks/math/totals/trained": 12.0, ...}``."""
+        return flatten(self.statistics())
+
+    @staticmethod
+    async def try_one(task: Task, index: int = 0, *, seed: int = 0, version: int = 0) -> Rollout:
+        """Run one item of a task, with no run at all: nothing is stored and errors are raised as they are.
+
+        Raises:
+            RolloutInvalid: the runner returned what is no rollout.
+            ValueError: its reward is not finite.
+        """
+        item = Item(task.name, 0, index, 0, task.source.item(index))
+        ctx = Context(item, 0, 1, version, seed=seed, run="try_one")
+        async with LocalEngine() as engine:
+            with anyio.fail_after(task.timeout):
+                rollout = await engine.run(task, item, ctx)
+        fault = check_rollout(rollout, item)
+        if fault is not None:
+            raise ValueError(f"{item}: {fault}")
+        return rollout

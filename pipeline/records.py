@@ -1,0 +1,289 @@
+"""What travels and what is kept: items, rollouts, and the events of the producer half.
+
+The events are a journal format. Evolution rules, which hold for every struct here that is persisted:
+
+* a new field goes to the end and has a default; a field is never retyped, renamed or reused;
+* a tag is never reused; a reader that meets an unknown tag refuses the journal as newer;
+* every format version ever written has a golden file in ``tests/golden``.
+
+Events are encoded as MessagePack arrays (a third of the bytes and half the time of maps), so the order of
+fields *is* the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+TRAIN, EVALUATION, EXTERNAL = "train", "evaluation", "external"
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One unit of work: ``content`` is what the source gave for ``(task, epoch, index)``.
+
+    ``uid`` is unique in the run and never reused. ``item["prompt"]`` looks into ``content``.
+    """
+
+    task: str
+    epoch: int
+    index: int
+    uid: int
+    content: Any = None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.content[key]
+
+    def __str__(self) -> str:
+        return f"item {self.index} of epoch {self.epoch} of task {self.task!r} (uid {self.uid})"
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Named tensors of one agent's part in a rollout, the agent's name and its policy's."""
+
+    tensors: Mapping[str, Any]
+    agent: str = ""
+    policy: str = ""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name]
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """What an attempt returns.
+
+    Args:
+        traces: a mapping of named tensors (torch or numpy, any shape and dtype), one :class:`Trace`, or a
+            sequence of them.
+        reward: a finite number.
+        info: plain values to keep beside it: None, bool, int, float, str, bytes, lists and dicts.
+        oldest: version number of the oldest weights that made a part of it. Left out, the pipeline's version
+            when the attempt started.
+        newest: the same of the newest. Left out, the pipeline's version when the attempt ended.
+        tokens: how many tokens (or environment steps) it holds, for throughput and length figures.
+    """
+
+    traces: Any = ()
+    reward: float = 0.0
+    info: Mapping[str, Any] = {}
+    oldest: int | None = None
+    newest: int | None = None
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        given = self.traces
+        if isinstance(given, Trace):
+            msgspec.structs.force_setattr(self, "traces", (given,))
+        elif isinstance(given, Mapping):
+            msgspec.structs.force_setattr(self, "traces", (Trace(given),))
+        elif type(given) is not tuple and isinstance(given, Sequence):
+            msgspec.structs.force_setattr(self, "traces", tuple(given))
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the tensor ``name`` of the first trace that has it.
+
+        Raises:
+            KeyError: no trace has it.
+        """
+        for trace in self.traces:
+            if name in trace.tensors:
+                return trace.tensors[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[Trace]:
+        return iter(self.traces)
+
+
+class SourceMark(msgspec.Struct, frozen=True, array_like=True):
+    """What identifies a source: how long it is and the digests of a few of its items, by index.
+
+    ``length`` is -1 for an endless source. Two marks are of the same source when most of the digests that
+    both have are equal: a corrected row or new rows at the end do not make it another source.
+    """
+
+    kind: str = ""
+    length: int = -1
+    digests: dict[int, str] = {}
+
+    def agrees(self, other: SourceMark) -> bool:
+        """Whether ``other`` marks the same source, perhaps grown or with single rows corrected."""
+        if self.kind != other.kind or (self.length < 0) != (other.length < 0):
+            return False
+        common = self.digests.keys() & other.digests.keys()
+        equal = sum(self.digests[index] == other.digests[index] for index in common)
+        return equal * 2 > len(common) or not common
+
+    def __str__(self) -> str:
+        length = "endless" if self.length < 0 else f"{self.length} items"
+        first = next(iter(self.digests.values()), "none")
+        return f"{self.kind} ({length}, first item's digest {first})"
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="t", gc=False):
+    """Base of the producer half's events; subclasses differ by tag."""
+
+
+class Opened(Event, frozen=True, array_like=True, tag="open"):
+    """First event of each journal: an incarnation begins.
+
+    ``generation`` is the one that it recovered (-1: none), ``version`` what that generation's weights were.
+    Attempts in flight of earlier incarnations of this rank are interrupted by it; if their journal did not end
+    with :class:`Closed`, the interruption was unplanned and counts as a death of the process.
+    """
+
+    incarnation: int
+    rank: int = 0
+    generation: int = -1
+    version: int = 0
+    step: int = 0
+    seed: int = 0
+    host: str = ""
+    process: int = 0
+    wall: float = 0.0
+    discarded: list[tuple[int, int, int]] = []
+    """(incarnation, rank, sequence): events beyond it do not count. Reserved for ``after_crash="discard"``."""
+
+
+class EpochBegan(Event, frozen=True, array_like=True, tag="epoch"):
+    """A task's source is read from its beginning; its length is fixed for this epoch."""
+
+    task: str
+    epoch: int
+    length: int
+    mark: SourceMark = SourceMark()
+    restarted: bool = False
+
+
+class Claimed(Event, frozen=True, array_like=True, tag="claim"):
+    """An item was drawn. ``position`` counts draws inside the epoch; ``index`` is where the order put it."""
+
+    uid: int
+    task: str
+    epoch: int
+    position: int
+    index: int
+    size: int = 1
+    need: int = 1
+    """How many members must finish for the group to count."""
+    kind: str = TRAIN
+    content: bytes | None = None
+    """The item itself in MessagePack, where the source cannot give it again."""
+
+
+class Started(Event, frozen=True, array_like=True, tag="start"):
+    """An attempt at a member began, with weights of ``version``."""
+
+    uid: int
+    member: int = 0
+    attempt: int = 1
+    version: int = 0
+    policy: str = ""
+
+
+class Failed(Event, frozen=True, array_like=True, tag="fail"):
+    """An attempt failed: the task's fault. ``final``: no retry is left and the member is settled."""
+
+    uid: int
+    member: int
+    attempt: int
+    reason: str
+    error: str
+    final: bool
+    seconds: float = 0.0
+
+
+class Interrupted(Event, frozen=True, array_like=True, tag="intr"):
+    """An attempt was cut, through no fault of the task; it will be started again."""
+
+    uid: int
+    member: int
+    attempt: int
+    reason: str
+    unplanned: bool = False
+
+
+class Finished(Event, frozen=True, array_like=True, tag="done"):
+    """A member finished; its payload lies at ``offset`` of ``segment`` (-1: in memory only).
+
+    ``oldest`` and ``newest`` are version numbers of the journal's own incarnation.
+    """
+
+    uid: int
+    member: int
+    attempt: int
+    reward: float
+    oldest: int
+    newest: int
+    segment: int = -1
+    offset: int = 0
+    length: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    policy: str = ""
+
+
+class Dropped(Event, frozen=True, array_like=True, tag="drop"):
+    """An item leaves for good: failed, quarantined, filtered, expired, evicted or discarded."""
+
+    uid: int
+    reason: str
+
+
+class Reopened(Event, frozen=True, array_like=True, tag="reopen"):
+    """A finished group is to be run again from the start (``expired``: its weights were too old)."""
+
+    uid: int
+    reason: str
+
+
+class BatchHint(Event, frozen=True, array_like=True, tag="batch"):
+    """A batch was handed out. No state of the producer half: recovery repeats it if its line is resumed.
+
+    ``lives`` says how often each group had been reopened, so that another life is not mistaken for this one.
+    """
+
+    step: int
+    uids: list[int]
+    lives: list[int]
+    consumer: str = "trainer"
+
+
+class Mixed(Event, frozen=True, array_like=True, tag="mix"):
+    """The tasks of the run and their shares, from here on."""
+
+    shares: dict[str, float]
+
+
+class Closed(Event, frozen=True, array_like=True, tag="close"):
+    """The incarnation ended on purpose: attempts cut by it were no deaths of the process."""
+
+    wall: float = 0.0
+
+
+AnyEvent: TypeAlias = (
+    Opened
+    | EpochBegan
+    | Claimed
+    | Started
+    | Failed
+    | Interrupted
+    | Finished
+    | Dropped
+    | Reopened
+    | BatchHint
+    | Mixed
+    | Closed
+)
+
+DROP_REASONS = ("failed", "quarantined", "filtered", "expired", "evicted", "discarded")
+
+
+class Location(msgspec.Struct, frozen=True, gc=False):
+    """Where a payload's frame begins: segment ``incarnation``/``rank``/``segment``, byte ``offset``."""
+
+    incarnation: int
+    rank: int
+    segment: int
+    offset: int
+    length: int

@@ -1,0 +1,74 @@
+"""What follows a failed attempt: pure decisions."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+from pipeline.config import FailFast, FailurePolicy, Retry
+from pipeline.errors import RolloutInvalid
+from pipeline.records import Item, Rollout, Trace
+
+
+class Verdict(Enum):
+    """What to do with a member whose attempt failed."""
+
+    RETRY = "retry"
+    GIVE_UP = "give up"
+    STOP = "stop"
+
+
+def after_failure(policy: FailurePolicy, failures: int) -> Verdict:
+    """Return what follows when a member has failed ``failures`` times, this one included."""
+    if isinstance(policy, FailFast):
+        return Verdict.STOP
+    if isinstance(policy, Retry) and failures < policy.attempts:
+        return Verdict.RETRY
+    return Verdict.GIVE_UP
+
+
+def check_rollout(given: Any, item: Item) -> str | None:
+    """Check what a runner returned, before anything is changed.
+
+    Returns:
+        None if it is good, else why the attempt counts as failed: a reward that is not finite.
+
+    Raises:
+        RolloutInvalid: it is no rollout at all; names the task, the item and the field.
+    """
+    if type(given) is not Rollout and not isinstance(given, Rollout):
+        raise RolloutInvalid(
+            f"{item}: the runner returned {_shown(given)}; return Rollout(tensors, reward=...), and raise to fail"
+        )
+    reward = given.reward
+    if type(reward) is not float and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
+        raise RolloutInvalid(f"{item}: field reward: a number is needed, found {_shown(reward)}")
+    if not math.isfinite(reward):
+        return f"reward is {reward}"
+    for number, trace in enumerate(given.traces):
+        if not isinstance(trace, Trace):
+            raise RolloutInvalid(
+                f"{item}: field traces[{number}]: a Trace or a mapping is needed, found {_shown(trace)}"
+            )
+        for name in trace.tensors:
+            if type(name) is not str or not name:
+                raise RolloutInvalid(f"{item}: field traces[{number}]: tensor names are text, found {name!r}")
+    _check_versions(given, item)
+    return None
+
+
+def _check_versions(given: Rollout, item: Item) -> None:
+    for field in ("oldest", "newest"):
+        value = getattr(given, field)
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise RolloutInvalid(f"{item}: field {field}: a version number of at least 0 is needed, found {value!r}")
+    if given.oldest is not None and given.newest is not None and given.newest < given.oldest:
+        raise RolloutInvalid(f"{item}: field newest={given.newest} lies before oldest={given.oldest}")
+    if not isinstance(given.tokens, int) or given.tokens < 0:
+        raise RolloutInvalid(f"{item}: field tokens: a count of at least 0 is needed, found {given.tokens!r}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -1,0 +1,260 @@
+"""The pool: at most ``concurrency`` attempts in flight, each on a worker that lives long.
+
+Guarantees:
+
+* a job that was handed out ends in exactly one of ``finished``, ``failed`` and ``interrupted``, whatever is cancelled;
+* when work appears, every free slot has it within one turn of the loop (``pump`` assigns jobs itself);
+* a slot that was given away for scoring is taken back before new work gets it.
+
+Workers keep one cancel scope over many attempts and set its deadline for each: a scope and a timer per attempt would
+cost more than all the rest. A scope that was cancelled is left and a new one entered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from pipeline.interfaces import Engine
+from pipeline.records import Item, Rollout
+from pipeline.runner.context import Context
+from pipeline.task import Task
+
+_TURN = 16  # attempts after which a worker lets others run, though its runner never waits
+
+
+class Job:
+    """An attempt that has been recorded as started."""
+
+    __slots__ = ("attempt", "ctx", "item", "life", "member", "started", "task", "uid")
+
+    def __init__(
+        self, task: Task, item: Item, member: int, attempt: int, life: int, ctx: Context, started: float
+    ) -> None:
+        self.task, self.item, self.uid, self.member = task, item, item.uid, member
+        self.attempt, self.life, self.ctx, self.started = attempt, life, ctx, started
+
+
+class Work(Protocol):
+    """Where jobs come from and go to. All but ``room`` are synchronous."""
+
+    def next_job(self) -> Job | None: ...
+
+    def finished(self, job: Job, rollout: Rollout) -> None: ...
+
+    def failed(self, job: Job, error: BaseException, reason: str) -> None: ...
+
+    def interrupted(self, job: Job, reason: str) -> None: ...
+
+    def room(self) -> Awaitable[None] | None:
+        """None if a rollout can be taken in now, else what to wait for."""
+        ...
+
+
+class _Worker:
+    __slots__ = ("abort", "job", "scope", "wake")
+
+    def __init__(self, job: Job) -> None:
+        self.job: Job | None = job
+        self.scope: anyio.CancelScope | None = None
+        self.wake: anyio.Event | None = None
+        self.abort: str | None = None
+
+
+class Pool:
+    """Runs jobs. Enter it with ``async with``; leaving it interrupts what is in flight."""
+
+    def __init__(self, work: Work, engine: Engine, *, concurrency: int, now: Callable[[], float]) -> None:
+        self.concurrency = concurrency
+        self.in_flight = 0
+        self.scoring = 0
+        self.peak = 0
+        self._work, self._engine, self._now = work, engine, now
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._slot_waiters: deque[tuple[Context, anyio.Event]] = deque()
+        self._drained: list[anyio.Event] = []
+        self._group: anyio.abc.TaskGroup | None = None
+        self._closing = False
+
+    async def __aenter__(self) -> Pool:
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> bool | None:
+        assert self._group is not None
+        self._closing = True
+        self._group.cancel_scope.cancel("the pipeline is closed")
+        return await self._group.__aexit__(*exc)
+
+    @property
+    def workers(self) -> int:
+        """How many worker tasks there are."""
+        return len(self._workers)
+
+    def pump(self) -> None:
+        """Give work to every free slot. Call it whenever there may be new work or room."""
+        if self._closing or self._group is None:
+            return
+        while self.in_flight < self.concurrency:
+            job = self._work.next_job()
+            if job is None:
+                return
+            self._took(job)
+            if self._idle:
+                worker = self._idle.pop()
+                worker.job = job
+                assert worker.wake is not None
+                worker.wake.set()
+            else:
+                worker = _Worker(job)
+                self._workers.add(worker)
+                self._group.start_soon(self._run, worker, name="forebay worker")
+
+    def abort(self, reason: str) -> None:
+        """Interrupt every attempt in flight; they end as interrupted with ``reason``."""
+        for worker in self._workers:
+            if worker.job is not None and worker.scope is not None:
+                worker.abort = reason
+                worker.scope.cancel(reason)
+
+    async def drained(self) -> None:
+        """Return once nothing is in flight and nothing is being scored."""
+        while self.in_flight or self.scoring:
+            event = anyio.Event()
+            self._drained.append(event)
+            await event.wait()
+
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def give_slot(self, ctx: Context) -> None:
+        """Let another attempt run while ``ctx`` is being scored."""
+        ctx.has_slot = False
+        self.scoring += 1
+        self._free_slot()
+        self.pump()
+
+    async def take_slot(self, ctx: Context) -> None:
+        """Wait for a slot again, before any new attempt gets one."""
+        if self.in_flight < self.concurrency:
+            self._retake(ctx)
+            return
+        event = anyio.Event()
+        waiter = (ctx, event)
+        self._slot_waiters.append(waiter)
+        try:
+            await event.wait()
+        except BaseException:
+            # Granted and cancelled in one turn: the slot is the context's, and ends with its attempt.
+            if waiter in self._slot_waiters:
+                self._slot_waiters.remove(waiter)
+            raise
+
+    def _retake(self, ctx: Context) -> None:
+        ctx.has_slot = True
+        self.scoring -= 1
+        self.in_flight += 1
+
+    def _free_slot(self) -> None:
+        self.in_flight -= 1
+        if self._slot_waiters:
+            ctx, event = self._slot_waiters.popleft()
+            self._retake(ctx)
+            event.set()
+
+    def _took(self, job: Job) -> None:
+        self.in_flight += 1
+        if self.in_flight > self.peak:
+            self.peak = self.in_flight
+
+    def _ended(self, worker: _Worker, job: Job) -> None:
+        worker.job = None
+        if job.ctx.has_slot:
+            self._free_slot()
+        else:
+            self.scoring -= 1
+        if self._drained and not self.in_flight and not self.scoring:
+            for event in self._drained:
+                event.set()
+            self._drained.clear()
+
+    # -- workers ---------------------------------------------------------------------------------------------
+
+    async def _run(self, worker: _Worker) -> None:
+        try:
+            while not self._closing:
+                with anyio.CancelScope() as worker.scope:
+                    await self._serve(worker, worker.scope)
+                worker.abort = None
+        finally:
+            self._workers.discard(worker)
+            # Assigned and cancelled before it began to run.
+            if worker.job is not None:
+                job = worker.job
+                self._ended(worker, job)
+                self._work.interrupted(job, "shutdown")
+
+    async def _serve(self, worker: _Worker, scope: anyio.CancelScope) -> None:
+        served = 0
+        while not scope.cancel_called:
+            job = worker.job
+            if job is None:
+                if self.in_flight < self.concurrency:
+                    job = self._work.next_job()
+                if job is None:
+                    worker.wake = anyio.Event()
+                    self._idle.append(worker)
+                    await worker.wake.wait()
+                    continue
+                self._took(job)
+                worker.job = job
+                if self.in_flight < self.concurrency:  # a group has come: its other members are work as well
+                    self.pump()
+            await self._attempt(worker, job, scope)
+            served += 1
+            if served % _TURN == 0:
+                await anyio.lowlevel.checkpoint()
+
+    async def _attempt(self, worker: _Worker, job: Job, scope: anyio.CancelScope) -> None:
+        timeout = job.task.timeout
+        if timeout is not None:
+            job.ctx.deadline = scope.deadline = self._now() + timeout
+        try:
+            rollout = await self._engine.run(job.task, job.item, job.ctx)
+            if timeout is not None:
+                scope.deadline = math.inf
+            room = self._work.room()
+            if room is not None:
+                await room
+        except Exception as error:
+            if timeout is not None:
+                scope.deadline = math.inf
+            self._ended(worker, job)
+            if scope.cancel_called:
+                self._cut(worker, job)
+            else:
+                self._work.failed(job, error, "error")
+            return
+        except BaseException:
+            self._ended(worker, job)
+            self._cut(worker, job)
+            raise
+        self._ended(worker, job)
+        self._work.finished(job, rollout)
+
+    def _cut(self, worker: _Worker, job: Job) -> None:
+        """An attempt was cancelled: by an abort, by its deadline, or because everything ends."""
+        if worker.abort is not None:
+            self._work.interrupted(job, worker.abort)
+        elif self._closing or self._now() < job.ctx.deadline:
+            self._work.interrupted(job, "shutdown")
+        else:
+            error = TimeoutError(f"{job.item}: the attempt took longer than timeout={job.task.timeout} s")
+            self._work.failed(job, error, "timeout")

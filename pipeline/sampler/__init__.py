@@ -1,0 +1,5 @@
+"""What comes next, and how far a run is."""
+
+from pipeline.sampler.progress import Progress as Progress
+from pipeline.sampler.sampler import DrawPlan as DrawPlan
+from pipeline.sampler.sampler import Sampler as Sampler

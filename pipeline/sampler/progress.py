@@ -1,0 +1,97 @@
+"""Progress: the small state that people read and old files still load into.
+
+Evolution rules: a field is added with a default and never retyped or renamed; a file without a field takes its
+default; a file of a newer ``format_version`` is refused; a field that this version does not know is carried along
+and written back. Every version ever written has a golden file in ``tests/golden``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import Damaged, NewerFormat
+
+PROGRESS_VERSION = 1
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """How far a run is. Per-task fields are keyed by task name."""
+
+    format_version: int = PROGRESS_VERSION
+    next_consumer_step: int = 1
+    """The step that the trainer will train next."""
+    producer_future_step: int = 1
+    """The step that producers work for now."""
+    target_upto_future_step: int = 0
+    """Last step whose groups have been added to ``target_samples``."""
+    target_samples: dict[str, int] = {}
+    """Groups asked for, for life."""
+    consumed_samples: dict[str, int] = {}
+    """Groups asked for and trained, for life."""
+    produced_samples: dict[str, int] = {}
+    """Groups finished since the last batch; the six below count from there as well."""
+    produced_tokens: dict[str, int] = {}
+    failed_samples: dict[str, int] = {}
+    filtered_samples: dict[str, int] = {}
+    raw_rewards_sum: dict[str, float] = {}
+    raw_rewards_count: dict[str, int] = {}
+    produce_time_s: dict[str, float] = {}
+    model_step: int = 0
+    """Version of the weights that rollouts are made with."""
+    replay_buffer_saved: bool = True
+    batch_groups: int = 0
+    """How many groups the last batch was asked to have; 0 before the first."""
+    window_marks: dict[str, list[float]] = {}
+    """Lifetime totals at the last batch, from which the window is counted."""
+
+    def deficit(self, task: str, available: int) -> int:
+        """Return how many groups of ``task`` are still to be produced for what has been asked."""
+        return max(0, self.target_samples.get(task, 0) - self.consumed_samples.get(task, 0) - available)
+
+
+def encode_progress(progress: Progress, unknown: Mapping[str, Any] | None = None) -> bytes:
+    """Return the JSON of a progress and of the unknown fields that came with its file."""
+    fields = {**(unknown or {}), **msgspec.to_builtins(progress)}
+    return msgspec.json.format(msgspec.json.encode(fields)) + b"\n"
+
+
+def decode_progress(raw: bytes, where: str = "progress") -> tuple[Progress, dict[str, Any]]:
+    """Return the progress in ``raw`` and the fields of it that this version does not know.
+
+    Raises:
+        NewerFormat: it was written by a newer version.
+        Damaged: it is no JSON, or a field has another type.
+    """
+    try:
+        fields = msgspec.json.decode(raw)
+        if not isinstance(fields, dict):
+            raise msgspec.ValidationError(f"expected an object, found {type(fields).__name__}")
+        version = fields.get("format_version", 0)
+        if isinstance(version, int) and version > PROGRESS_VERSION:
+            raise NewerFormat(
+                f"{where}: progress has format {version}; this version reads up to {PROGRESS_VERSION}. "
+                "Install a newer forebay."
+            )
+        progress = msgspec.convert(fields, Progress)
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"{where}: not a progress file ({error})") from None
+    progress.format_version = PROGRESS_VERSION
+    known = set(Progress.__struct_fields__)
+    return progress, {name: value for name, value in fields.items() if name not in known}
+
+
+def restore_in_place(progress: Progress, given: Progress) -> None:
+    """Give ``progress`` the fields of ``given``, so that nobody is left holding a stale object."""
+    for name in Progress.__struct_fields__:
+        setattr(progress, name, getattr(given, name))
+
+
+def add_counts(counts: dict[str, int], tasks: Iterable[str]) -> dict[str, int]:
+    """Return ``counts`` with one more for each name in ``tasks``."""
+    added = dict(counts)
+    for task in tasks:
+        added[task] = added.get(task, 0) + 1
+    return added

@@ -1,0 +1,174 @@
+"""Draws the next item of each task.
+
+``draw`` says what comes next and changes nothing; the event that records the draw does, through ``apply``, in
+life as in recovery. So the sampler's whole state is what the journal says was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.errors import SourceError, SourceMismatch
+from pipeline.interfaces import Source
+from pipeline.records import AnyEvent, Claimed, EpochBegan, Mixed, SourceMark
+from pipeline.sampler.mixture import Mixture
+from pipeline.sampler.order import in_order, shuffled
+
+_BLOCK = 512  # positions whose indices are computed at a time
+
+
+class DrawPlan(NamedTuple):
+    """What the sampler needs of a task."""
+
+    name: str
+    source: Source
+    share: float
+    epochs: int | None
+    shuffle: bool
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """The next item to claim; ``began`` is recorded first when the draw opens an epoch."""
+
+    task: str
+    epoch: int
+    position: int
+    index: int
+    began: EpochBegan | None
+
+
+class Cursor(msgspec.Struct):
+    """How far a task has been drawn: part of the folded state, so it outlives the task's absence."""
+
+    epoch: int = -1
+    position: int = 0
+    length: int = 0
+    mark: SourceMark = SourceMark()
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the epoch that was begun has been drawn to its end (none begun: yes)."""
+        return 0 <= self.length <= self.position
+
+
+class Sampler:
+    """Order and mixture of a run's tasks, and how far each has been drawn."""
+
+    def __init__(self, plans: Sequence[DrawPlan], seed: int) -> None:
+        self.seed = seed
+        self.cursors: dict[str, Cursor] = {plan.name: Cursor() for plan in plans}
+        self.mixture = Mixture()
+        self._plans = {plan.name: plan for plan in plans}
+        self._blocks: dict[str, tuple[tuple[int, int, int], list[int]]] = {}
+        self._open = list(self._plans)
+        self._apply: dict[type, Callable[..., None]] = {
+            Claimed: self._claimed,
+            EpochBegan: self._epoch_began,
+            Mixed: self._mixed,
+        }
+
+    def apply(self, event: AnyEvent) -> None:
+        """Take in an event; those that are none of the sampler's business do nothing."""
+        handler = self._apply.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def shares_event(self) -> Mixed | None:
+        """Return the event to record when the tasks or their shares are not those last recorded."""
+        shares = {name: float(plan.share) for name, plan in self._plans.items()}
+        return None if shares == self.mixture.shares else Mixed(shares)
+
+    def draw(self) -> Draw | None:
+        """Return the next item in order, or None when every source has been drawn to its end."""
+        while True:
+            name = self._open[0] if len(self._open) == 1 else self.mixture.next(self._open)
+            if name is None:
+                return None
+            drawn = self._draw_of(name)
+            if drawn is not None:
+                return drawn
+            self._open.remove(name)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether :meth:`draw` would return None."""
+        return self.draw() is None
+
+    def _draw_of(self, name: str) -> Draw | None:
+        plan, cursor = self._plans[name], self.cursors[name]
+        epoch, position, length, began = cursor.epoch, cursor.position, cursor.length, None
+        if cursor.at_end:
+            epoch, position = epoch + 1, 0
+            if plan.epochs is not None and epoch >= plan.epochs:
+                return None
+            # The length is fixed for an epoch when it begins: what is added meanwhile counts from the next.
+            given = plan.source.length()
+            if given == 0:
+                return None
+            length = -1 if given is None else given
+            began = EpochBegan(name, epoch, length, plan.source.mark())
+        return Draw(name, epoch, position, self._index(plan, epoch, position, length), began)
+
+    def _index(self, plan: DrawPlan, epoch: int, position: int, length: int) -> int:
+        if length < 0:
+            return position
+        first = position - position % _BLOCK
+        key = (epoch, length, first)
+        cached = self._blocks.get(plan.name)
+        if cached is None or cached[0] != key:
+            positions = np.arange(first, min(first + _BLOCK, length), dtype=np.int64)
+            order = shuffled if plan.shuffle else in_order
+            cached = (key, order(self.seed, epoch, positions, length).tolist())
+            self._blocks[plan.name] = cached
+        return cached[1][position - first]
+
+    def _claimed(self, event: Claimed) -> None:
+        cursor = self.cursors.get(event.task)
+        if cursor is None:
+            cursor = self.cursors[event.task] = Cursor()
+        if event.epoch == cursor.epoch:
+            cursor.position = max(cursor.position, event.position + 1)
+        self.mixture.count(event.task)
+
+    def _epoch_began(self, event: EpochBegan) -> None:
+        self.cursors[event.task] = Cursor(event.epoch, 0, event.length, event.mark)
+        if event.task in self._plans and event.task not in self._open:
+            self._open = [name for name in self._plans if name in self._open or name == event.task]
+
+    def _mixed(self, event: Mixed) -> None:
+        self.mixture.set_shares(event.shares)
+
+
+def check_marks(sampler: Sampler, plans: Mapping[str, DrawPlan]) -> list[str]:
+    """Compare each task's source with the one that the run was begun with.
+
+    Returns:
+        A sentence for each source that is the same but has grown or been corrected.
+
+    Raises:
+        SourceError: a source is another one, or has become shorter than what was drawn of it.
+    """
+    notes = []
+    for name, plan in plans.items():
+        cursor = sampler.cursors[name]
+        if cursor.epoch < 0:
+            continue
+        now, before = plan.source.mark(), cursor.mark
+        if now == before:
+            continue
+        if not now.agrees(before):
+            raise SourceMismatch(
+                f"task {name!r}: the run was begun with the source {before}, and this is {now}. Use the source that "
+                f"the run was begun with, another directory, or resume(restart=[{name!r}]) to begin this task anew."
+            )
+        if 0 <= now.length < before.length:
+            raise SourceError(
+                f"task {name!r}: its source had {before.length} items when epoch {cursor.epoch} began and has "
+                f"{now.length} now. Give the source its rows back, or resume(restart=[{name!r}]) to begin it anew."
+            )
+        notes.append(f"task {name!r}: the source changed from {before} to {now}; new rows count from the next epoch")
+    return notes

@@ -1,0 +1,97 @@
+"""Every call that the store makes to change the file system, in one replaceable object.
+
+A test hands in a layer that fails, stops or kills at the k-th call. Reading needs no such seam.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+_MOST_CHUNKS = 512  # below the least IOV_MAX in use
+
+
+class FilesLike(Protocol):
+    """Every call that the store makes to the file system, so that a test can fail or stop any of them."""
+
+    def makedirs(self, path: str) -> None: ...
+
+    def create(self, path: str) -> int:
+        """Open a new file for writing; one that exists is an error."""
+        ...
+
+    def write(self, handle: int, chunks: Sequence[bytes | bytearray | memoryview]) -> int:
+        """Append all of ``chunks``; return the number of bytes."""
+        ...
+
+    def sync(self, handle: int) -> None: ...
+
+    def close(self, handle: int) -> None: ...
+
+    def rename(self, old: str, new: str) -> None: ...
+
+    def link(self, old: str, new: str) -> None: ...
+
+    def unlink(self, path: str) -> None: ...
+
+    def rmdir(self, path: str) -> None: ...
+
+    def sync_directory(self, path: str) -> None: ...
+
+
+class OsFiles:
+    """The operating system's files; implements :class:`FilesLike`."""
+
+    def makedirs(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def create(self, path: str) -> int:
+        # O_EXCL: a file that is there already belongs to somebody else and is never written over.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        return os.open(path, flags, 0o644)
+
+    def write(self, handle: int, chunks: Sequence[bytes | bytearray | memoryview]) -> int:
+        total = 0
+        for start in range(0, len(chunks), _MOST_CHUNKS):
+            part = [memoryview(chunk) for chunk in chunks[start : start + _MOST_CHUNKS] if len(chunk)]
+            total += _write_all(handle, part)
+        return total
+
+    def sync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        os.link(old, new, follow_symlinks=False)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    def sync_directory(self, path: str) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _write_all(handle: int, part: list[memoryview]) -> int:
+    """Write every byte of ``part``: ``writev`` may stop short, at 2 GB or when a signal comes."""
+    total = 0
+    while part:
+        written = os.writev(handle, part)
+        total += written
+        while part and written >= part[0].nbytes:
+            written -= part.pop(0).nbytes
+        if written:
+            part[0] = part[0].cast("B")[written:]
+    return total

@@ -1,0 +1,94 @@
+"""Reading journals: the events of every incarnation and rank, in their order.
+
+Writing them is :mod:`pipeline.store.writer`'s work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.errors import Damaged, NewerFormat
+from pipeline.records import AnyEvent
+from pipeline.store.frames import EVENTS, scan
+from pipeline.store.layout import JournalName, Layout
+
+encode_events = msgspec.msgpack.Encoder().encode
+_decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
+
+
+class Logged(NamedTuple):
+    """An event and where it stands: by these three numbers the fold is ordered."""
+
+    incarnation: int
+    rank: int
+    sequence: int
+    event: AnyEvent
+
+
+class JournalPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a journal had come when a generation was taken."""
+
+    incarnation: int
+    rank: int = 0
+    sequence: int = 0
+    """The last event that belongs to the generation; counted from 1."""
+    bytes: int = 0
+    """How long the file was at the least: before this, a bad record is damage."""
+
+
+def read_journal(name: JournalName, *, run_tag: int, promised: int = 0) -> Iterator[Logged]:
+    """Yield the events of one journal, up to a torn end.
+
+    Raises:
+        Damaged: a record that was promised to be there is not.
+        OtherRun: a record of another run.
+        NewerFormat: a frame, or an event, that this version does not know.
+    """
+    expected = 1
+    for frame in scan(name.path, run_tag=run_tag, promised=promised):
+        if frame.header.kind != EVENTS:
+            continue
+        at = f"{name.path} at byte {frame.offset}"
+        if (frame.header.incarnation, frame.header.rank) != (name.incarnation, name.rank):
+            raise Damaged(
+                f"{at}: the record is of incarnation {frame.header.incarnation}, rank {frame.header.rank}; "
+                f"the file's name says {name.incarnation}, {name.rank}. Give the file its old name back."
+            )
+        try:
+            events = _decode_events(frame.payload)
+        except msgspec.ValidationError as error:
+            raise NewerFormat(
+                f"{at}: holds an event unknown to this version ({error}). Install a newer forebay."
+            ) from None
+        except msgspec.DecodeError as error:
+            raise Damaged(f"{at}: the events cannot be decoded ({error})") from None
+        if frame.header.sequence != expected:
+            raise Damaged(f"{at}: event {frame.header.sequence} follows, but {expected} was expected")
+        for event in events:
+            yield Logged(name.incarnation, name.rank, expected, event)
+            expected += 1
+
+
+def read_journals(
+    layout: Layout, *, run_tag: int, promised: Mapping[tuple[int, int], int] | None = None
+) -> Iterator[Logged]:
+    """Yield the events of every journal of a run, by (incarnation, rank, sequence).
+
+    Args:
+        layout: the run's paths.
+        run_tag: the run's tag.
+        promised: by (incarnation, rank), how many bytes a generation counts on.
+
+    Raises:
+        Damaged: also when a journal that a generation counts on is missing.
+    """
+    wanted = dict(promised or {})
+    for name in layout.list_journals():
+        yield from read_journal(name, run_tag=run_tag, promised=wanted.pop((name.incarnation, name.rank), 0))
+    missing = [layout.journal(*key) for key, size in wanted.items() if size]
+    if missing:
+        raise Damaged(f"{', '.join(map(os.path.basename, missing))}: missing from {layout.journals}")

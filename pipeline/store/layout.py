@@ -1,0 +1,148 @@
+"""Names of the files of a run, and the marker that makes a folder one.
+
+::
+
+    RUN/run.json                         run id and format version
+    RUN/lock                             who writes here
+    RUN/journals/000001-0000.fbj         incarnation, rank
+    RUN/segments/000001-0000-000001.fbs  incarnation, rank, number
+    RUN/generations/00000012/            one committed checkpoint
+
+Numbers are compared as numbers; their padding only makes a listing pleasant.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.errors import Damaged, NewerFormat, NotARun
+from pipeline.store.files import FilesLike
+from pipeline.store.frames import FORMAT_VERSION
+
+RUN_FILE = "run.json"
+LOCK_FILE = "lock"
+_JOURNAL = re.compile(r"(\d+)-(\d+)\.fbj")
+_SEGMENT = re.compile(r"(\d+)-(\d+)-(\d+)\.fbs")
+
+
+class RunFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``run.json``."""
+
+    kind: str = "forebay run"
+    format_version: int = FORMAT_VERSION
+    run_id: str = ""
+
+    @property
+    def tag(self) -> int:
+        """The first 64 bits of the run id, carried by every frame."""
+        return int(self.run_id[:16], 16)
+
+
+class JournalName(NamedTuple):
+    """An incarnation of a rank, and the path of the journal that it wrote."""
+
+    incarnation: int
+    rank: int
+    path: str
+
+
+class Layout:
+    """Paths inside one run's folder."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = os.path.abspath(directory)
+        self.run_file = os.path.join(self.directory, RUN_FILE)
+        self.lock_file = os.path.join(self.directory, LOCK_FILE)
+        self.journals = os.path.join(self.directory, "journals")
+        self.segments = os.path.join(self.directory, "segments")
+        self.generations = os.path.join(self.directory, "generations")
+
+    def journal(self, incarnation: int, rank: int) -> str:
+        return os.path.join(self.journals, f"{incarnation:06d}-{rank:04d}.fbj")
+
+    def segment(self, incarnation: int, rank: int, number: int) -> str:
+        return os.path.join(self.segments, f"{incarnation:06d}-{rank:04d}-{number:06d}.fbs")
+
+    def list_journals(self) -> list[JournalName]:
+        """Return every journal in order of (incarnation, rank)."""
+        matches = [match for name in _listdir(self.journals) if (match := _JOURNAL.fullmatch(name))]
+        return sorted(JournalName(int(m[1]), int(m[2]), os.path.join(self.journals, m[0])) for m in matches)
+
+    def list_segments(self) -> list[str]:
+        """Return the names of every segment file, oldest first."""
+        matches = [match for name in _listdir(self.segments) if (match := _SEGMENT.fullmatch(name))]
+        return [match[0] for match in sorted(matches, key=lambda match: tuple(map(int, match.groups())))]
+
+    def read_run(self) -> RunFile | None:
+        """Return the run's marker, or None if the folder is absent or empty.
+
+        Raises:
+            NotARun: the folder holds something else.
+            NewerFormat: a newer version made the run.
+            Damaged: the marker cannot be read.
+        """
+        try:
+            with open(self.run_file, "rb") as file:
+                raw = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            self._refuse_foreign()
+            return None
+        try:
+            run = msgspec.json.decode(raw, type=RunFile)
+            run.tag  # noqa: B018  the id must be hexadecimal
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise Damaged(f"{self.run_file}: the run's marker is damaged ({error}); restore it from a copy") from None
+        if run.format_version > FORMAT_VERSION:
+            raise NewerFormat(
+                f"{self.run_file}: the run has format {run.format_version}; this version reads up to "
+                f"{FORMAT_VERSION}. Install a newer forebay."
+            )
+        return run
+
+    def _refuse_foreign(self) -> None:
+        if os.path.exists(self.directory) and not os.path.isdir(self.directory):
+            raise NotARun(f"{self.directory} is a file; directory= must name a folder, or nothing that exists")
+        # A crash before the marker was written leaves no more than these.
+        leftovers = {LOCK_FILE, RUN_FILE + ".part", "stop"}
+        foreign = sorted(set(_listdir(self.directory)) - leftovers)
+        if foreign:
+            shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
+            raise NotARun(
+                f"{self.directory} holds {shown} but no {RUN_FILE}, so it is no run of forebay. "
+                "Choose an empty or absent folder."
+            )
+
+    def create_run(self, files: FilesLike) -> RunFile:
+        """Make the folders and the marker of a new run."""
+        run = RunFile(run_id=secrets.token_hex(16))
+        for folder in (self.directory, self.journals, self.segments, self.generations):
+            files.makedirs(folder)
+        write_file(files, self.run_file, msgspec.json.format(msgspec.json.encode(run)) + b"\n")
+        return run
+
+
+def write_file(files: FilesLike, path: str, content: bytes) -> None:
+    """Write a small file aside, sync it, put it under its name and sync the folder: whole, or not there."""
+    part = path + ".part"
+    if os.path.lexists(part):
+        files.unlink(part)
+    handle = files.create(part)
+    try:
+        files.write(handle, [content])
+        files.sync(handle)
+    finally:
+        files.close(handle)
+    files.rename(part, path)
+    files.sync_directory(os.path.dirname(path))
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

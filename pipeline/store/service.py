@@ -1,0 +1,88 @@
+"""The asynchronous shell around :class:`StoreWriter`: one task that writes whatever has been queued, in a thread.
+
+Each turn takes all that is queued, so that the busier the run the larger the writes. A failed write ends the task
+with the error: the supervisor hands it to whoever waits, and every later verb raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from pipeline.store.journal import JournalPosition
+from pipeline.store.segments import SegmentInfo
+from pipeline.store.writer import StoreWriter
+from pipeline.waiting import Signal
+
+T = TypeVar("T")
+RunBlocking = Callable[[Callable[[], T]], Awaitable[T]]
+
+
+class WriterService:
+    """Drives a writer from the event loop."""
+
+    def __init__(self, writer: StoreWriter, *, inline: bool = False) -> None:
+        """Args:
+        writer: what to drive.
+        inline: write on the loop itself. For tests on a virtual clock, which leaps while a thread is busy.
+        """
+        self.writer = writer
+        self._inline = inline
+        self._threads = anyio.CapacityLimiter(1)
+        self._lock = anyio.Lock(fast_acquire=True)
+        self._work = Signal()
+        self._room = Signal()
+
+    def notify(self) -> None:
+        """Wake the writing task, after something was appended."""
+        self._work.notify()
+
+    async def run(self) -> NoReturn:
+        """Write what comes, for ever.
+
+        Raises:
+            WriteFailed: something could not be written.
+        """
+        while True:
+            await self._work.wait_for(lambda: not self.writer.idle)
+            await self.flush()
+
+    async def room(self) -> None:
+        """Wait until the queue has room: back-pressure for producers."""
+        await self._room.wait_for(lambda: not self.writer.full)
+
+    async def flush(self) -> None:
+        """Write everything that was queued before this call."""
+        async with self._lock:
+            while not self.writer.idle:
+                batch = self.writer.take()
+                # Taken means owned: once taken it is written, whoever is cancelled meanwhile.
+                with anyio.CancelScope(shield=True):
+                    await self._blocking(lambda batch=batch: self.writer.write(batch))  # type: ignore[misc]
+                self.writer.done(batch)
+                self._room.notify()
+
+    async def sync(self) -> tuple[JournalPosition, list[SegmentInfo]]:
+        """Write everything queued and make it survive a loss of power."""
+        await self.flush()
+        async with self._lock:
+            with anyio.CancelScope(shield=True):
+                synced = await self._blocking(self.writer.sync)
+        return synced
+
+    async def close(self) -> None:
+        """Write what is queued, seal the segment and close the files; call it shielded."""
+        try:
+            if self.writer.error is None:
+                await self.flush()
+        finally:
+            async with self._lock:
+                await self._blocking(self.writer.close)
+
+    async def _blocking(self, work: Callable[[], T]) -> T:
+        if self._inline:
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)

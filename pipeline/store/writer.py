@@ -1,0 +1,238 @@
+"""The queue between the event loop and the files: what happened is written as it comes, off the loop.
+
+Guarantees:
+
+* events reach the journal in the order in which they were appended, payloads their segment before the event
+  that names them;
+* where a payload will lie is decided when it is queued, so its event can name the place at once;
+* ``take`` and ``append`` belong to the loop's thread and never block; ``write``, ``sync`` and ``close`` block,
+  belong to one other thread at a time, and touch only what they were handed;
+* after a failed write or sync nothing more is written: the error is kept and raised by every later call.
+
+The synchronous :class:`StoreWriter` is the seam: a thread drives it in real time, and a test may call it inline
+over an injected file layer. :class:`WriterService` is the asynchronous shell around it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.errors import WriteFailed
+from pipeline.records import AnyEvent, Location
+from pipeline.store.files import FilesLike
+from pipeline.store.frames import EVENTS, FOOTER, PAYLOAD, SYNCED, encode_frame, frame_bytes
+from pipeline.store.journal import JournalPosition, encode_events
+from pipeline.store.layout import Layout
+from pipeline.store.segments import Footer, SegmentEntry, SegmentInfo
+
+_EVENT_COST = 64  # bytes that a queued event is counted as
+
+
+class _Queued(NamedTuple):
+    location: Location
+    uid: int
+    member: int
+    life: int
+    blob: bytes
+
+
+class WriteBatch(NamedTuple):
+    """What was queued at one moment; owned by whoever writes it."""
+
+    first: int
+    events: list[AnyEvent]
+    payloads: list[_Queued]
+    cost: int
+
+
+class StoreWriter:
+    """Writes one incarnation's journal and segments. See the module for who may call what."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        files: FilesLike,
+        *,
+        run_tag: int,
+        incarnation: int,
+        rank: int = 0,
+        segment_bytes: int = 64 << 20,
+        queue_bytes: int = 256 << 20,
+    ) -> None:
+        self.incarnation, self.rank = incarnation, rank
+        self._layout, self._files, self._run_tag = layout, files, run_tag
+        self._segment_bytes, self._queue_bytes = segment_bytes, queue_bytes
+        # The loop's side.
+        self.sequence = 0
+        self.queued_bytes = 0
+        self._events: list[AnyEvent] = []
+        self._payloads: list[_Queued] = []
+        self._segment, self._offset = 1, 0
+        # The writing side.
+        self.written = 0
+        self.journal_bytes = 0
+        self._open_segment = 0
+        self._entries: list[SegmentEntry] = []
+        self._segments: dict[int, SegmentInfo] = {}
+        self._segment_handle = -1
+        self._unsynced_folders = {layout.journals}
+        self.error: WriteFailed | None = None
+        self._journal_path = layout.journal(incarnation, rank)
+        self._journal = files.create(self._journal_path)
+
+    # -- the loop's side: never blocks ---------------------------------------------------------------------
+
+    def append(self, event: AnyEvent) -> None:
+        """Queue an event; its number in the journal is ``sequence`` afterwards."""
+        self.sequence += 1
+        self.queued_bytes += _EVENT_COST
+        self._events.append(event)
+
+    def place(self, blob: bytes, uid: int, member: int, life: int) -> Location:
+        """Queue a payload and return where it will lie."""
+        if self._offset >= self._segment_bytes:
+            self._segment, self._offset = self._segment + 1, 0
+        location = Location(self.incarnation, self.rank, self._segment, self._offset, len(blob))
+        self._offset += frame_bytes(len(blob))
+        self.queued_bytes += len(blob) + _EVENT_COST
+        self._payloads.append(_Queued(location, uid, member, life, blob))
+        return location
+
+    @property
+    def full(self) -> bool:
+        """Whether more is queued than may wait: producers then wait, never the trainer."""
+        return self.queued_bytes >= self._queue_bytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued. What has been taken may still be on its way."""
+        return not self._events
+
+    def take(self) -> WriteBatch:
+        """Take everything that is queued, to be handed to :meth:`write`."""
+        batch = WriteBatch(self.sequence - len(self._events) + 1, self._events, self._payloads, self.queued_bytes)
+        self._events, self._payloads = [], []
+        return batch
+
+    def done(self, batch: WriteBatch) -> None:
+        """Note on the loop's side that ``batch`` has been written."""
+        self.queued_bytes -= batch.cost
+
+    # -- the writing side: blocks --------------------------------------------------------------------------
+
+    def write(self, batch: WriteBatch) -> None:
+        """Write a batch: payloads first, then the events in one frame.
+
+        Raises:
+            WriteFailed: it could not be written, or an earlier one could not.
+        """
+        self._guard()
+        try:
+            chunks: list[bytes] = []
+            for queued in batch.payloads:
+                if queued.location.segment != self._open_segment:
+                    self._write_segment(chunks)
+                    chunks = []
+                    self._next_segment(queued.location.segment)
+                chunks.extend(self._frame(PAYLOAD, queued.blob, queued.uid, queued.member, queued.life))
+                self._entries.append(
+                    SegmentEntry(queued.uid, queued.member, queued.life, queued.location.offset, len(queued.blob))
+                )
+            self._write_segment(chunks)
+            if batch.events:
+                payload = encode_events(batch.events)
+                frame = self._frame(EVENTS, payload, batch.first, len(batch.events))
+                self.journal_bytes += self._files.write(self._journal, frame)
+                self.written = batch.first + len(batch.events) - 1
+        except OSError as error:
+            raise self._failed("write", error) from error
+
+    def sync(self) -> tuple[JournalPosition, list[SegmentInfo]]:
+        """Make everything written so far survive a loss of power, and mark it so in the journal.
+
+        Returns:
+            The journal's position and this incarnation's segments, as synced.
+
+        Raises:
+            WriteFailed: nothing since the last call may be believed to be on the disk.
+        """
+        self._guard()
+        try:
+            if self._segment_handle >= 0:
+                self._files.sync(self._segment_handle)
+            self._files.sync(self._journal)
+            for folder in sorted(self._unsynced_folders):
+                self._files.sync_directory(folder)
+            self._unsynced_folders.clear()
+            position = JournalPosition(
+                incarnation=self.incarnation, rank=self.rank, sequence=self.written, bytes=self.journal_bytes
+            )
+            mark = self._frame(SYNCED, b"", self.written)
+            self.journal_bytes += self._files.write(self._journal, mark)
+        except OSError as error:
+            raise self._failed("sync", error) from error
+        return position, [self._segments[number] for number in sorted(self._segments)]
+
+    def close(self) -> None:
+        """Seal the open segment and close the files."""
+        try:
+            if self._segment_handle >= 0 and self.error is None:
+                self._seal()
+        except OSError as error:
+            raise self._failed("seal", error) from error
+        finally:
+            if self._journal >= 0:
+                self._files.close(self._journal)
+            if self._segment_handle >= 0:
+                self._files.close(self._segment_handle)
+            self._journal = self._segment_handle = -1
+
+    def _frame(self, kind: int, payload: bytes, sequence: int, number: int = 0, life: int = 0) -> tuple[bytes, ...]:
+        return encode_frame(
+            kind,
+            payload,
+            incarnation=self.incarnation,
+            rank=self.rank,
+            run_tag=self._run_tag,
+            sequence=sequence,
+            number=number,
+            life=life,
+        )
+
+    def _write_segment(self, chunks: list[bytes]) -> None:
+        if chunks:
+            written = self._files.write(self._segment_handle, chunks)
+            before = self._segments[self._open_segment]
+            self._segments[self._open_segment] = msgspec.structs.replace(before, bytes=before.bytes + written)
+
+    def _next_segment(self, number: int) -> None:
+        if self._segment_handle >= 0:
+            self._seal()
+            self._files.sync(self._segment_handle)
+            self._files.close(self._segment_handle)
+            self._segment_handle = -1
+        path = self._layout.segment(self.incarnation, self.rank, number)
+        self._segment_handle = self._files.create(path)
+        self._open_segment, self._entries = number, []
+        self._segments[number] = SegmentInfo(name=os.path.basename(path), bytes=0)
+        self._unsynced_folders.add(self._layout.segments)
+
+    def _seal(self) -> None:
+        footer = msgspec.msgpack.encode(Footer(self._entries))
+        self._write_segment(list(self._frame(FOOTER, footer, 0, len(self._entries))))
+        info = self._segments[self._open_segment]
+        self._segments[self._open_segment] = msgspec.structs.replace(info, sealed=True)
+
+    def _guard(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _failed(self, verb: str, error: OSError) -> WriteFailed:
+        self.error = WriteFailed(
+            f"could not {verb} the journal or segments of {self._layout.directory}: {error}. "
+            "Everything up to the last committed generation is safe; free space or mend the disk, then resume."
+        )
+        return self.error

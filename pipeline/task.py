@@ -1,0 +1,117 @@
+"""A task: a source, a runner, a share of the draws, and its policies."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from pipeline.config import FailurePolicy, Retry, failure_policy
+from pipeline.errors import ConfigError
+from pipeline.interfaces import Runner, Source
+
+
+class Task:
+    """A named kind of work.
+
+    Args:
+        name: unique in the run; it stands in the journal, so keep it between runs.
+        source: where the items come from.
+        run: ``async def run(item, ctx) -> Rollout``.
+        group_size: rollouts of each item; they are stored and consumed together.
+        share: how much of all draws this task gets, relative to the other tasks' shares.
+        on_failure: ``Retry(attempts=3)``, ``FailFast()`` or ``Skip()``, or the same as plain values.
+        min_group: how many members must finish for a group to count; the rest may fail for good. Left out: all.
+        timeout: seconds for each attempt; None: no limit.
+        epochs: how often the source is gone through; None: for ever.
+        shuffle: whether each epoch has an order of its own, or the source's.
+        resource: what the runner needs and finds as ``ctx.resource``. An async context manager is opened once and
+            shared by all attempts of the process (a client); a callable that returns one is called for each slot that
+            works on this task, and what it opened is used by one attempt at a time (an environment).
+
+    Raises:
+        ConfigError: an argument is of the wrong kind or out of range.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        source: Source,
+        run: Runner,
+        group_size: int = 1,
+        share: float = 1.0,
+        on_failure: FailurePolicy | Mapping[str, Any] | str = Retry(attempts=3),  # noqa: B008  frozen
+        min_group: int | None = None,
+        timeout: float | None = None,
+        epochs: int | None = 1,
+        shuffle: bool = True,
+        resource: Any = None,
+    ) -> None:
+        if not isinstance(name, str) or not name or len(name) > 200:
+            raise ConfigError.of("name", name, "a task needs a name of 1 to 200 characters")
+        self._check_parts(name, source, run, resource)
+        _whole(name, "group_size", group_size, 1, 2**20)
+        _number(name, "share", share)
+        if min_group is not None:
+            _whole(name, "min_group", min_group, 1, group_size)
+        if timeout is not None:
+            _number(name, "timeout", timeout)
+        if epochs is not None:
+            _whole(name, "epochs", epochs, 1, 2**62)
+        self.name, self.source, self.run = name, source, run
+        self.group_size, self.share, self.timeout = group_size, float(share), timeout
+        self.on_failure = failure_policy(on_failure)
+        self.min_group = group_size if min_group is None else min_group
+        self.epochs, self.shuffle, self.resource = epochs, bool(shuffle), resource
+
+    @staticmethod
+    def _check_parts(name: str, source: Any, run: Any, resource: Any) -> None:
+        if not isinstance(source, Source):
+            raise ConfigError(
+                f"task {name!r}: source={source!r} has no item(index), length() and mark(); "
+                "for a list, use SequenceSource(list)",
+                option="source",
+            )
+        called = run if inspect.isroutine(run) or not callable(run) else run.__call__
+        if not callable(run) or not (inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(called)):
+            raise ConfigError(
+                f"task {name!r}: run={run!r} must be an async function of (item, ctx); "
+                "a plain function can be wrapped with threaded()",
+                option="run",
+            )
+        if resource is not None and not callable(resource) and not isinstance(resource, AbstractAsyncContextManager):
+            raise ConfigError(
+                f"task {name!r}: resource={resource!r} must be an async context manager or a callable that returns one",
+                option="resource",
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the resolved options in plain values, for the manifest."""
+        return {
+            "group_size": self.group_size,
+            "min_group": self.min_group,
+            "share": self.share,
+            "on_failure": self.on_failure.to_dict(),
+            "timeout": self.timeout,
+            "epochs": self.epochs,
+            "shuffle": self.shuffle,
+            "source": str(self.source.mark()),
+        }
+
+    def __repr__(self) -> str:
+        return f"Task({self.name!r}, group_size={self.group_size}, share={self.share})"
+
+
+def _whole(task: str, option: str, value: Any, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(
+            f"task {task!r}: {option}={value!r}: a whole number of {least} to {most} is needed", option=option
+        )
+
+
+def _number(task: str, option: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"task {task!r}: {option}={value!r}: a finite number above 0 is needed", option=option)

@@ -1,0 +1,1 @@
+"""Wires the components into a run: the only package in which they meet."""

@@ -1,0 +1,231 @@
+"""The consumer: waits for a batch, leases it, and takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from pipeline.buffer import Batch, Group
+from pipeline.buffer.staleness import floor, staleness
+from pipeline.errors import ClosedError, ConfigError, Damaged, EndOfSource, ForebayError, Starved, UsageError
+from pipeline.ledger import BUFFERED, LEASED, WAITING, Entry, Lease
+from pipeline.observe import events
+from pipeline.records import BatchHint
+from pipeline.runner.pool import Pool
+from pipeline.sampler.progress import add_counts
+from pipeline.store.segments import PayloadReader
+from pipeline.wiring.producing import Producer
+from pipeline.wiring.state import RunState
+
+
+class Consumer:
+    """Hands out batches. One ``get_batch`` may wait at a time."""
+
+    def __init__(self, state: RunState, producer: Producer, pool: Callable[[], Pool]) -> None:
+        self._state, self._producer, self._pool = state, producer, pool
+        self.reader: PayloadReader | None = None
+        self.closed = False
+
+    async def get_batch(self, groups: int) -> Batch:
+        """Wait for ``groups`` finished groups and lease them for the next step.
+
+        Raises:
+            EndOfSource: every source is at its end and nothing is left.
+            Starved: nothing that could still be produced would be accepted.
+            RolloutFailed: a task's policy is to stop at a failure.
+        """
+        state = self._state
+        self._check(groups)
+        step = state.ledger.next_step
+        state.progress.batch_groups = groups
+        lease = self._repeat(step, groups)
+        repeated = lease is not None
+        if lease is None:
+            state.wanted = groups
+            try:
+                state.expire_stale()
+                self._pool().pump()
+                await state.changed.wait_for(lambda: self._answer(groups))
+            finally:
+                state.wanted = 0
+            self._raise_failure()
+            lease = self._lease(step, groups)
+        # The batch is leased: from here on a cancelled caller gives it back, so that it is not lost.
+        try:
+            batch = await self._assemble(lease, repeated)
+        except BaseException:
+            self.release(lease.step)
+            raise
+        state.log.debug(events.BATCH_GIVEN, step=batch.step, groups=len(batch), staleness_max=batch.staleness)
+        return batch
+
+    def release(self, step: int) -> None:
+        """Take the batch of ``step`` back; does nothing if it is not leased."""
+        state = self._state
+        entries = state.ledger.release(step)
+        for entry in entries:
+            state.buffer.add(entry.uid, entry.effective)
+        if entries:
+            state.log.info(events.BATCH_RELEASED, step=step, groups=len(entries))
+            state.changed.notify()
+
+    def release_all(self) -> None:
+        """Take every leased batch back."""
+        for step in sorted(self._state.ledger.leases):
+            self.release(step)
+
+    def ack(self, step: int) -> None:
+        """Note that the weights include every batch up to ``step``; their payloads are let go.
+
+        Raises:
+            UsageError: ``step`` was never handed out, or was trained before.
+        """
+        state = self._state
+        state.ledger.check_ack(step)
+        tasks = [
+            state.ledger.entries[uid].task
+            for leased, lease in state.ledger.leases.items()
+            if leased <= step
+            for uid in lease.uids
+        ]
+        state.progress.consumed_samples = add_counts(state.progress.consumed_samples, tasks)
+        for uid in state.ledger.ack(step):
+            state.buffer.storage.discard(uid)
+        state.context.update(step=step)
+        self._pool().pump()
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+
+    def _check(self, groups: int) -> None:
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+            raise ConfigError.of("groups", groups, "a whole number of at least 1 is needed")
+        self._raise_failure()
+        if self._state.wanted:
+            raise UsageError("get_batch is being waited for already; one trainer takes one batch at a time")
+        options = self._state.options
+        if options.capacity is not None and groups > options.capacity:
+            raise ConfigError(
+                f"groups={groups} is more than capacity={options.capacity}: such a batch never comes; "
+                "raise capacity= or ask for less",
+                option="groups",
+            )
+
+    def _raise_failure(self) -> None:
+        state = self._state
+        if self.closed:
+            raise ClosedError("the pipeline is closed; open it again with `async with`")
+        if state.failure is not None:
+            if isinstance(state.failure, ForebayError):
+                raise state.failure
+            raise ForebayError(f"the run has failed: {state.failure!r}") from state.failure
+
+    def _answer(self, groups: int) -> bool:
+        """Whether the waiting trainer can be answered: with a batch, an end, or an error."""
+        state = self._state
+        if self.closed or state.failure is not None:
+            return True
+        return state.buffer.ready(groups) or self._nothing_comes()
+
+    def _nothing_comes(self) -> bool:
+        """Whether waiting is pointless: nothing runs, nothing can start, nothing is to be requeued."""
+        pool = self._pool()
+        if pool.in_flight or pool.scoring or self._producer.paused:
+            return False
+        return self._producer.blocked and not self._state.ledger.count(WAITING)
+
+    # -- leasing -----------------------------------------------------------------------------------------------
+
+    def _repeat(self, step: int, groups: int) -> Lease | None:
+        """Lease again the batch that was handed out for ``step`` before a crash, if it can be the same."""
+        state = self._state
+        if not state.pending:
+            return None
+        lease = state.pending[0]
+        oldest = floor(step, state.options.max_staleness)
+        fresh = oldest is None or all(state.ledger.entries[uid].effective >= oldest for uid in lease.uids)
+        if lease.step == step and len(lease.uids) == groups and fresh:
+            state.pending.popleft()
+            return self._take_lease(step, lease.uids)
+        # It cannot: its groups are ordinary buffered ones from here on.
+        for lease in state.pending:
+            for uid in lease.uids:
+                state.buffer.add(uid, state.ledger.entries[uid].effective)
+        state.pending.clear()
+        return None
+
+    def _lease(self, step: int, groups: int) -> Lease:
+        state = self._state
+        uids = state.buffer.take(groups)
+        if len(uids) < groups and not self._producer.drained:
+            for uid in uids:
+                state.buffer.add(uid, state.ledger.entries[uid].effective)
+            raise Starved(self._why_starved(step, groups))
+        if not uids:
+            leased = state.ledger.count(LEASED)
+            still = f"; {leased} groups are leased and may still be released" if leased else ""
+            raise EndOfSource(f"step {step}: every source is at its end and nothing is left to train{still}")
+        return self._take_lease(step, uids)
+
+    def _take_lease(self, step: int, uids: list[int]) -> Lease:
+        state = self._state
+        lease = state.ledger.lease(step, uids)
+        state.record(BatchHint(step, lease.uids, lease.lives))
+        progress = state.progress
+        if step > progress.target_upto_future_step:
+            tasks = [state.ledger.entries[uid].task for uid in uids]
+            progress.target_samples = add_counts(progress.target_samples, tasks)
+            progress.target_upto_future_step = step
+        state.mark_window()
+        return lease
+
+    def _why_starved(self, step: int, groups: int) -> str:
+        ledger, options, version = self._state.ledger, self._state.options, self._state.version
+        facts = (
+            f"the batch of step {step} needs {groups} groups, {ledger.count(BUFFERED)} are buffered, nothing runs, and "
+            f"nothing may start: {ledger.count(LEASED)} are leased, {ledger.step} steps are trained, the weights have "
+            f"version {version}, max_staleness={options.max_staleness}, capacity={options.capacity}"
+        )
+        if options.max_staleness is not None and ledger.step - version > options.max_staleness:
+            return f"{facts}. Rollouts of these weights would be too old: call weight_update() after each step"
+        return f"{facts}. Call ack(step) when a step is done, or raise capacity= or max_staleness="
+
+    # -- assembling ----------------------------------------------------------------------------------------------
+
+    async def _assemble(self, lease: Lease, repeated: bool) -> Batch:
+        state = self._state
+        held = {uid: state.buffer.storage.get(uid) for uid in lease.uids}
+        absent = [
+            (uid, member, place)
+            for uid, members in held.items()
+            for member, (blob, place) in members.items()
+            if blob is None and place is not None
+        ]
+        read: dict[tuple[int, int], bytes] = {}
+        if absent:
+            assert self.reader is not None
+            reader = self.reader
+            read = await anyio.to_thread.run_sync(lambda: reader.read_many(absent))
+        groups = [self._group(lease.step, state.ledger.entries[uid], held[uid], read) for uid in lease.uids]
+        return Batch(lease.step, groups, release=self.release, repeated=repeated)
+
+    def _group(self, step: int, entry: Entry, held: Any, read: dict[tuple[int, int], bytes]) -> Group:
+        blobs = []
+        for member in sorted(held):
+            blob = held[member][0]
+            blobs.append(read[entry.uid, member] if blob is None else blob)
+        if not blobs:
+            raise Damaged(f"uid {entry.uid} is buffered, but no payload of it is known")
+        return Group(
+            uid=entry.uid,
+            task=entry.task,
+            epoch=entry.epoch,
+            index=entry.index,
+            oldest=entry.effective,
+            newest=entry.newest,
+            staleness=staleness(step, entry.effective),
+            reward_mean=entry.rewards / len(blobs),
+            blobs=blobs,
+        )

@@ -1,0 +1,262 @@
+"""The producer: which attempt starts next, and what becomes of one that has ended.
+
+It is the pool's :class:`~pipeline.runner.pool.Work`. Everything here is synchronous: between two turns of the loop the
+state is whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable
+from typing import Any
+
+from pipeline.buffer.staleness import admissible
+from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, SourceError
+from pipeline.ledger import LEASED, PENDING, RUNNING, WAITING, Entry
+from pipeline.observe import events
+from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, Rollout, Started
+from pipeline.runner.context import Context, Slots
+from pipeline.runner.policies import Verdict, after_failure, check_rollout
+from pipeline.runner.pool import Job
+from pipeline.store.codec import pack
+from pipeline.wiring.state import RunState
+
+
+class Producer:
+    """Claims items, starts attempts, and records how they end."""
+
+    def __init__(self, state: RunState) -> None:
+        self.paused = True
+        """Nothing starts: not started yet, in a weight update, after a failed push, or closing."""
+        self.slots: Slots | None = None
+        self._state = state
+        self._ready: deque[tuple[int, int, int]] = deque()  # (uid, life, member) to be started before new claims
+        self._contents: dict[int, Any] = {}
+        self._least_group = min(task.group_size for task in state.tasks.values())
+        state.on_expired = self.requeue
+
+    def requeue(self, entry: Entry) -> None:
+        """Queue every member of ``entry`` that is neither in flight nor settled, before any new item."""
+        for member, status in enumerate(entry.members):
+            if status == PENDING:
+                self._ready.append((entry.uid, entry.life, member))
+
+    def requeue_all(self) -> None:
+        """After a recovery: queue what is waiting, oldest first."""
+        self._ready.clear()
+        self._contents.clear()
+        for uid in sorted(self._state.ledger.entries):
+            entry = self._state.ledger.entries[uid]
+            if entry.state in (WAITING, RUNNING) and entry.task in self._state.tasks:
+                self.requeue(entry)
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing can come any more: no attempt is due, and every source is at its end."""
+        return not self._ready and self._state.sampler.exhausted
+
+    @property
+    def blocked(self) -> bool:
+        """Whether nothing could be started now although nothing is paused."""
+        return not self.paused and not self._ready and (not self._may_claim() or self._state.sampler.exhausted)
+
+    # -- Work ------------------------------------------------------------------------------------------------
+
+    def next_job(self) -> Job | None:
+        """Return the next attempt, recorded as started, or None if none may start now."""
+        if self.paused or self._state.failure is not None:
+            return None
+        try:
+            while self._ready:
+                uid, life, member = self._ready.popleft()
+                entry = self._state.ledger.entries.get(uid)
+                if entry is not None and entry.life == life and entry.members[member] == PENDING:
+                    return self._start(entry, member)
+            claimed = self._claim() if self._may_claim() else None
+            return None if claimed is None else self._start(claimed, 0)
+        except Exception as error:
+            self._state.fail(error)
+            return None
+
+    def room(self) -> Awaitable[None] | None:
+        """None, or what to wait for while the write queue is full."""
+        service = self._state.writer
+        if service is None or not self._state.writing or not service.writer.full:
+            return None
+        return service.room()
+
+    def finished(self, job: Job, rollout: Rollout) -> None:
+        """Take in what a runner returned."""
+        state = self._state
+        entry = state.ledger.entries.get(job.uid)
+        if entry is None or entry.life != job.life:
+            return
+        try:
+            fault = check_rollout(rollout, job.item)
+            if fault is not None:
+                self.failed(job, ValueError(f"{job.item}: {fault}"), "not finite")
+                return
+            oldest = job.ctx.version if rollout.oldest is None else rollout.oldest
+            newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
+            blob = pack(
+                rollout, job.item, member=job.member, attempt=job.attempt, life=job.life, versions=(oldest, newest)
+            )
+        except RolloutInvalid as error:
+            state.log.error(
+                events.ROLLOUT_INVALID, uid=job.uid, task=job.task.name, member=job.member, error=str(error)
+            )
+            state.record(Interrupted(job.uid, job.member, job.attempt, "invalid"))
+            state.fail(error)
+            return
+        self._take_in(job, rollout, blob, oldest, newest)
+
+    def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int) -> None:
+        state = self._state
+        segment, offset, location = -1, 0, None
+        if state.writer is not None:
+            location = state.writer.writer.place(blob, job.uid, job.member, job.life)
+            segment, offset = location.segment, location.offset
+        state.buffer.storage.put(job.uid, job.member, blob, location)
+        became = state.record(
+            Finished(
+                job.uid,
+                job.member,
+                job.attempt,
+                float(rollout.reward),
+                oldest,
+                newest,
+                segment,
+                offset,
+                len(blob),
+                rollout.tokens,
+                state.clock.now() - job.started,
+            )
+        )
+        if became is not None:
+            self._contents.pop(job.uid, None)
+            state.expire_stale()
+            state.changed.notify()
+
+    def failed(self, job: Job, error: BaseException, reason: str) -> None:
+        """Count a failure, and retry, give up or stop as the task's policy says."""
+        state = self._state
+        entry = state.ledger.entries.get(job.uid)
+        if entry is None or entry.life != job.life:
+            return
+        failures = entry.failures[job.member] + 1
+        verdict = after_failure(job.task.on_failure, failures)
+        text = f"{type(error).__name__}: {error}"[:500]
+        final = verdict is Verdict.GIVE_UP
+        seconds = state.clock.now() - job.started
+        state.record(Failed(job.uid, job.member, job.attempt, reason, _encodable(text), final, seconds))
+        log = state.log.warning if final else state.log.info
+        log(
+            events.ROLLOUT_FAILED,
+            task=job.task.name,
+            uid=job.uid,
+            member=job.member,
+            attempt=job.attempt,
+            reason=reason,
+            error=text,
+            final=final,
+        )
+        if verdict is Verdict.RETRY:
+            self._ready.append((job.uid, job.life, job.member))
+        elif verdict is Verdict.STOP:
+            stop = RolloutFailed(f"{job.item}, member {job.member}, attempt {job.attempt}: {text}")
+            stop.__cause__ = error
+            state.fail(stop)
+        state.changed.notify()
+
+    def interrupted(self, job: Job, reason: str) -> None:
+        """An attempt was cut through no fault of its task: it is queued again, before what is new."""
+        state = self._state
+        entry = state.ledger.entries.get(job.uid)
+        if entry is None or entry.life != job.life:
+            return
+        state.record(Interrupted(job.uid, job.member, job.attempt, reason))
+        self._ready.appendleft((job.uid, job.life, job.member))
+        state.log.debug(
+            events.ROLLOUT_INTERRUPTED,
+            task=job.task.name,
+            uid=job.uid,
+            member=job.member,
+            attempt=job.attempt,
+            reason=reason,
+        )
+
+    # -- claiming and starting ---------------------------------------------------------------------------------
+
+    def _may_claim(self) -> bool:
+        state = self._state
+        options, ledger = state.options, state.ledger
+        if options.strategy == "synchronous":
+            in_hand = len(ledger.entries) - ledger.count(LEASED)
+            return in_hand < state.wanted
+        limit = admissible(
+            max_staleness=options.max_staleness,
+            batch_groups=state.progress.batch_groups or options.batch_groups or 0,
+            trained=ledger.step,
+            version=state.version,
+            capacity=options.capacity,
+        )
+        if limit is None:  # nobody has asked for a batch yet: no more than can run at once
+            limit = -(-options.concurrency // self._least_group)
+        return len(ledger.entries) < limit
+
+    def _claim(self) -> Entry | None:
+        state = self._state
+        draw = state.sampler.draw()
+        if draw is None:
+            state.changed.notify()  # a waiting trainer may now see that this was all
+            return None
+        if draw.began is not None:
+            state.record(draw.began)
+        task = state.tasks[draw.task]
+        uid = state.ledger.next_uid
+        state.record(Claimed(uid, draw.task, draw.epoch, draw.position, draw.index, task.group_size, task.min_group))
+        for member in range(1, task.group_size):
+            self._ready.append((uid, 0, member))
+        return state.ledger.entries[uid]
+
+    def _start(self, entry: Entry, member: int) -> Job:
+        state = self._state
+        task = state.tasks[entry.task]
+        attempt = entry.attempts[member] + 1
+        item = Item(entry.task, entry.epoch, entry.index, entry.uid, self._content(entry))
+        ctx = Context(
+            item,
+            member,
+            attempt,
+            state.version,
+            failures=entry.failures[member],
+            seed=state.options.seed,
+            run=state.run_id,
+            version_now=self._version_now,
+            slots=self.slots,
+        )
+        state.record(Started(entry.uid, member, attempt, state.version))
+        return Job(task, item, member, attempt, entry.life, ctx, state.clock.now())
+
+    def _version_now(self) -> int:
+        return self._state.version
+
+    def _content(self, entry: Entry) -> Any:
+        """Read the item; a group's members share one reading."""
+        uid = entry.uid
+        if uid in self._contents:
+            return self._contents[uid]
+        try:
+            content = self._state.tasks[entry.task].source.item(entry.index)
+        except ForebayError:
+            raise
+        except Exception as error:
+            raise SourceError(f"task {entry.task!r}: the source failed at item {entry.index}: {error!r}") from error
+        if entry.size > 1:
+            self._contents[uid] = content
+        return content
+
+
+def _encodable(text: str) -> str:
+    """An error's text may hold what UTF-8 cannot: it is a note for people, so it is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()

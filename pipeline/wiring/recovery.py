@@ -1,0 +1,176 @@
+"""Recovery: ``recover(g)`` = consumer half of generation g + fold of every producer event.
+
+Everything here reads. It blocks, so it runs in a thread, and it is pure: twice is the same as once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.checkpoint.generations import Stored, check_generation
+from pipeline.checkpoint.trainer_state import read_state
+from pipeline.errors import Damaged, UsageError
+from pipeline.ledger import BUFFERED, LEASED, ConsumerHalf, Lease, Ledger
+from pipeline.records import BatchHint, Location, Opened
+from pipeline.sampler import DrawPlan, Progress, Sampler
+from pipeline.sampler.progress import decode_progress
+from pipeline.store.journal import Logged, read_journals
+from pipeline.store.layout import Layout
+from pipeline.store.segments import PayloadReader
+from pipeline.wiring.state import PayloadPlaces
+
+CONSUMER_FILE = "consumer.json"
+PROGRESS_FILE = "progress.json"
+TRAINER_FOLDER = "trainer"
+
+
+class Recovered(NamedTuple):
+    """What a generation and the journals give; nothing of it is in use yet."""
+
+    ledger: Ledger
+    sampler: Sampler
+    progress: Progress
+    unknown: dict[str, Any]
+    pending: list[Lease]
+    places: Mapping[int, Mapping[int, Location]]
+    states: dict[str, Any]
+    events: int
+
+
+def recover_run(
+    layout: Layout,
+    stored: Stored,
+    plans: Sequence[DrawPlan],
+    *,
+    run_tag: int,
+    seed: int,
+    opened: Opened,
+    attached: Sequence[str],
+) -> Recovered:
+    """Check a generation, fold the journals, and read the trainer's state, changing nothing. Blocks.
+
+    ``opened`` is the event that will begin the new incarnation: it is the last that is folded.
+
+    Raises:
+        Damaged: something that was promised to be there is missing or changed.
+        UsageError: the seed, or what is attached, is not what the generation holds.
+    """
+    check_generation(stored)
+    _check_attached(stored, attached)
+    half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
+    path = os.path.join(stored.folder, PROGRESS_FILE)
+    with open(path, "rb") as file:
+        progress, unknown = decode_progress(file.read(), path)
+    promised = {(each.incarnation, each.rank): each.bytes for each in stored.manifest.journals}
+    logged = list(read_journals(layout, run_tag=run_tag, promised=promised))
+    ledger, sampler, places = fold(half, logged, plans, seed=seed, opened=opened)
+    pending = pending_batches(ledger, ledger.restore(half), hints_after(stored, logged), half.step)
+    live = {entry.uid for entry in ledger.entries.values()}
+    kept = {uid: members for uid, members in places.places.items() if uid in live}
+    _check_payloads(layout, run_tag, ledger, kept)
+    states = {
+        info.path.removeprefix(TRAINER_FOLDER + "/").removesuffix(".safetensors"): read_state(
+            os.path.join(stored.folder, info.path), size=info.bytes, checksum=info.crc32c
+        )
+        for info in stored.manifest.files
+        if info.path.startswith(TRAINER_FOLDER + "/")
+    }
+    return Recovered(ledger, sampler, progress, unknown, pending, kept, states, len(logged))
+
+
+def fold(
+    half: ConsumerHalf, logged: Iterable[Logged], plans: Sequence[DrawPlan], *, seed: int, opened: Opened
+) -> tuple[Ledger, Sampler, PayloadPlaces]:
+    """Apply every event, in order, to a ledger, a sampler and the places of payloads.
+
+    Raises:
+        UsageError: the run was begun with another seed.
+    """
+    ledger, sampler, places = Ledger(half), Sampler(plans, seed), PayloadPlaces(places={})
+    for incarnation, rank, _, event in logged:
+        if type(event) is Opened and event.seed != seed:
+            raise UsageError(
+                f"seed={seed}: the run was begun with seed={event.seed}, and the order of its items hangs on it. "
+                f"Use seed={event.seed}, or another directory"
+            )
+        ledger.apply(event)
+        sampler.apply(event)
+        places.apply(incarnation, rank, event)
+    ledger.apply(opened)
+    return ledger, sampler, places
+
+
+def hints_after(stored: Stored, logged: Iterable[Logged]) -> list[BatchHint]:
+    """Return the batches that the generation's own line handed out after it, in the order of the journal.
+
+    The line is what the incarnation that committed the generation did next; lines that began at other generations
+    are abandoned, and their hints ignored.
+    """
+    manifest = stored.manifest
+    line = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
+    return [
+        event
+        for incarnation, rank, sequence, event in logged
+        if type(event) is BatchHint
+        and incarnation == manifest.incarnation
+        and sequence > line.get((incarnation, rank), 0)
+    ]
+
+
+def pending_batches(ledger: Ledger, leases: Iterable[Lease], hints: Iterable[BatchHint], step: int) -> list[Lease]:
+    """Return the batches to hand out again: from ``step + 1`` on without a gap, as long as they are still whole."""
+    by_step = {lease.step: lease for lease in leases}
+    for hint in hints:  # the last word on a step counts: a batch may have been released and composed anew
+        by_step[hint.step] = Lease(step=hint.step, uids=hint.uids, lives=hint.lives, consumer=hint.consumer)
+    pending: list[Lease] = []
+    used: set[int] = set()
+    while (lease := by_step.get(step + len(pending) + 1)) is not None:
+        if not ledger.still_whole(lease) or used & set(lease.uids):
+            break
+        used |= set(lease.uids)
+        pending.append(lease)
+    return pending
+
+
+def _read_consumer(path: str) -> ConsumerHalf:
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=ConsumerHalf)
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"{path}: the consumer half is damaged ({error})") from None
+
+
+def _check_attached(stored: Stored, attached: Sequence[str]) -> None:
+    saved = set(stored.manifest.attached)
+    if saved == set(attached):
+        return
+    absent, extra = sorted(set(attached) - saved), sorted(saved - set(attached))
+    facts = []
+    if absent:
+        facts.append(f"attached, but not in the generation: {', '.join(absent)}")
+    if extra:
+        facts.append(f"in the generation, but not attached: {', '.join(extra)}")
+    raise UsageError(
+        f"generation {stored.manifest.generation}: {'; '.join(facts)}. Before resume(), attach() what was attached then"
+    )
+
+
+def _check_payloads(layout: Layout, run_tag: int, ledger: Ledger, places: Mapping[int, Mapping[int, Location]]) -> None:
+    """Read every payload of a finished group once: damage is found now, not when its batch is due."""
+    reader = PayloadReader(layout, run_tag)
+    wanted: list[tuple[int, int, Location]] = []
+    size = 0
+    for entry in ledger.entries.values():
+        if entry.state not in (BUFFERED, LEASED):
+            continue
+        for member, location in places.get(entry.uid, {}).items():
+            wanted.append((entry.uid, member, location))
+            size += location.length
+            if size > 64 << 20:
+                reader.read_many(wanted)
+                wanted, size = [], 0
+    reader.read_many(wanted)

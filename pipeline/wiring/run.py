@@ -1,0 +1,493 @@
+"""A run: every component, wired, with the verbs in pieces that both forms of the pipeline use.
+
+The pieces that touch the trainer's objects (``state_dict``, ``load_state_dict``, writing their tensors) are synchronous
+and belong to the trainer's thread; the rest belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import msgspec
+
+from pipeline.checkpoint.generations import Stored, choose, find_generations
+from pipeline.checkpoint.trainer_state import CapturedState
+from pipeline.clock import running_clock
+from pipeline.config import PipelineOptions
+from pipeline.engines import LocalEngine
+from pipeline.errors import ClosedError, ConfigError, Damaged, ForebayError, StoreError, UsageError
+from pipeline.interfaces import Engine, Stateful
+from pipeline.ledger import Ledger
+from pipeline.observe import Watchdog, events
+from pipeline.records import Closed, Dropped, EpochBegan, Opened
+from pipeline.runner.pool import Pool
+from pipeline.sampler.progress import restore_in_place
+from pipeline.sampler.sampler import check_marks
+from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.layout import Layout
+from pipeline.store.lock import RunLock
+from pipeline.store.segments import PayloadReader
+from pipeline.store.service import WriterService
+from pipeline.store.writer import StoreWriter
+from pipeline.supervisor import Supervisor, root_cause
+from pipeline.task import Task
+from pipeline.wiring.consuming import Consumer
+from pipeline.wiring.producing import Producer
+from pipeline.wiring.recovery import Recovered, recover_run
+from pipeline.wiring.saving import Capture, Saver, Saving, link_trainer
+from pipeline.wiring.state import RunState
+from pipeline.wiring.weights import Weights
+
+_ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resume`` found.
+
+    ``version`` is the one to publish before ``start``: that of the restored weights. In an empty directory everything
+    is 0 and ``generation`` is None.
+    """
+
+    step: int = 0
+    version: int = 0
+    generation: int | None = None
+    buffered: int = 0
+    """Finished groups that came back and have not been trained."""
+    waiting: int = 0
+    """Items that were in flight, and are run again first."""
+    repeated: int = 0
+    """Batches that were handed out after the generation, and are handed out again."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a resume is about to take over: checked, and not yet in use."""
+
+    stored: Stored
+    recovered: Recovered
+    opened: Opened
+
+
+class Run:
+    """The parts of a pipeline from opening to closing."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        options: PipelineOptions,
+        *,
+        files: FilesLike | None = None,
+        engine: Engine | None = None,
+        inline: bool = False,
+    ) -> None:
+        self.options = options
+        self.state = RunState(tasks, options)
+        self.producer = Producer(self.state)
+        self.consumer = Consumer(self.state, self.producer, self._the_pool)
+        self.weights = Weights(self.state, self.producer, self._the_pool)
+        self.attached: dict[str, Stateful] = {}
+        self.started = False
+        self._files = files or OsFiles()
+        self._engine = engine or LocalEngine()
+        self._inline = inline
+        self._layout = Layout(options.directory) if options.directory is not None else None
+        self._lock = RunLock(self._layout.lock_file) if self._layout is not None else None
+        self._saver = Saver(self.state, self._files, self._layout) if self._layout is not None else None
+        self._supervisor: Supervisor | None = None
+        self._group: anyio.abc.TaskGroup | None = None
+        self._pool: Pool | None = None
+        self._used = False
+
+    # -- opening and closing -----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Take the folder's lock and start the supervisor. Nothing is produced yet."""
+        if self._supervisor is not None:
+            raise UsageError("this pipeline was opened before; make a new one")
+        self.state.clock = running_clock()
+        self._supervisor = Supervisor("forebay supervisor")
+        if self._layout is not None:
+            await self._in_thread(self._open_folder)
+        try:
+            await self._supervisor.start(self._body)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
+
+    def _open_folder(self) -> None:
+        assert self._layout is not None
+        assert self._lock is not None
+        layout = self._layout
+        layout.read_run()  # a foreign folder is refused before anything is made in it
+        try:
+            self._files.makedirs(layout.directory)
+            self._lock.acquire()
+        except ForebayError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{layout.directory}: cannot be used as a run's directory: {error}") from error
+        try:
+            run = layout.read_run() or layout.create_run(self._files)
+            journals = layout.list_journals()
+            self.state.run_id = run.run_id
+            self.state.incarnation = max((name.incarnation for name in journals), default=0) + 1
+            self._lock.describe(self.state.incarnation)
+            found = find_generations(layout, run.run_id)
+            self._used = bool(found.complete or found.damaged)
+            if not self._used and any(os.path.getsize(name.path) > 0 for name in journals):
+                self._used = self._has_events(run.tag)
+        except ForebayError:
+            self._lock.release()
+            raise
+        except OSError as error:
+            self._lock.release()
+            raise StoreError(f"{layout.directory}: cannot be used as a run's directory: {error}") from error
+        self.state.context.update(run=run.run_id[:8], incarnation=self.state.incarnation)
+        self.consumer.reader = PayloadReader(layout, run.tag)
+
+    def _has_events(self, run_tag: int) -> bool:
+        from pipeline.store.journal import read_journals
+
+        assert self._layout is not None
+        return any(
+            type(logged.event) not in (Opened, Closed) for logged in read_journals(self._layout, run_tag=run_tag)
+        )
+
+    async def _body(self, ready: Callable[[], None]) -> None:
+        """The supervisor's task: everything that runs, nested so that it ends in the right order."""
+        assert self._supervisor is not None
+        options = self.options
+        try:
+            async with AsyncExitStack() as stack:
+                if options.watchdog is not None and not self._inline:
+                    await stack.enter_async_context(Watchdog(options.watchdog))
+                async with anyio.create_task_group() as group:
+                    self._group = group
+                    async with self._engine:
+                        pool = Pool(
+                            self.producer, self._engine, concurrency=options.concurrency, now=self.state.clock.now
+                        )
+                        async with pool:
+                            self._pool = self.producer.slots = pool
+                            ready()
+                            await self._supervisor.stopping.wait()
+                    if self._saver is not None:
+                        await self._saver.idle()
+                    group.cancel_scope.cancel("the pipeline is closed")
+        except Exception as error:
+            self.state.log.error(events.RUN_FAILED, error=repr(root_cause(error)))
+            self.state.fail(root_cause(error))
+            raise
+        finally:
+            # However the run ended: the journal is sealed and the lock is free.
+            with anyio.CancelScope(shield=True):
+                await self._seal()
+
+    async def _seal(self) -> None:
+        self.producer.paused = True
+        self.consumer.closed = True
+        self.state.changed.notify()
+        try:
+            if self.state.writer is not None:
+                writer = self.state.writer
+                if writer.writer.error is None and (self.state.writing or self.options.durability != "none"):
+                    self.state.record(Closed(self.state.clock.wall()))
+                    await writer.close()
+                else:
+                    await self._in_thread(writer.writer.close)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    async def close(self) -> None:
+        """Interrupt what runs, write what is queued, free the lock. Leases end; calling it again does nothing.
+
+        Raises:
+            ForebayError: writing failed, or the run had failed and nobody was told yet.
+        """
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        first = not supervisor.stopping.is_set()
+        self.producer.paused = True
+        self.consumer.release_all()
+        await supervisor.stop()
+        if first and supervisor.error is not None:
+            raise supervisor.error
+        if first and self._saver is not None:
+            self._saver.raise_failed()
+
+    # -- attach, resume, start -----------------------------------------------------------------------------------
+
+    def attach(self, objects: dict[str, Any]) -> None:
+        """Add what is to be saved and restored with the run."""
+        if self.started:
+            raise UsageError("attach() comes before start(): every generation holds the same objects")
+        for name, each in objects.items():
+            if not _ATTACHED_NAME.fullmatch(name):
+                raise ConfigError.of("attach", name, "names are letters, digits, '_', '-' and '.'")
+            if not isinstance(each, Stateful):
+                raise ConfigError(
+                    f"attach({name}=...): {type(each).__name__} has no state_dict() and load_state_dict()", option=name
+                )
+        self.attached.update(objects)
+
+    def require_open(self) -> None:
+        """Raise unless the pipeline is open and healthy."""
+        if self._supervisor is None:
+            raise ClosedError("the pipeline is not open; use `async with Pipeline(...) as pipe:`")
+        if self.consumer.closed or self._supervisor.stopping.is_set():
+            raise ClosedError("the pipeline is closed; make a new one to go on")
+        if self._saver is not None:
+            self._saver.raise_failed()
+
+    async def find(self, step: int | None, restart: Sequence[str]) -> Found | None:
+        """Read and check the generation to resume and what came after it. Changes nothing.
+
+        Returns:
+            None in an empty directory, or without one.
+        """
+        self.require_open()
+        if self.started or self.state.writer is not None:
+            raise UsageError("resume() comes once, before start()")
+        unknown = set(restart) - set(self.state.tasks)
+        if unknown:
+            raise ConfigError.of("restart", sorted(unknown), f"the run's tasks are {', '.join(self.state.tasks)}")
+        if self._layout is None or not self._used:
+            if step is not None:
+                raise StoreError(f"resume(step={step}): {self.options.directory or 'memory'} holds no generation")
+            return None
+        found: Found = await self._in_thread(lambda: self._find(step))
+        return found
+
+    def _find(self, step: int | None) -> Found:
+        assert self._layout is not None
+        layout, state = self._layout, self.state
+        run = layout.read_run()
+        assert run is not None
+        found = find_generations(layout, run.run_id)
+        if not found.complete and not found.damaged:
+            raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
+        stored = choose(found, step, layout.directory)
+        opened = self._opened(stored.manifest.generation, stored.manifest.step)
+        recovered = recover_run(
+            layout,
+            stored,
+            list(state.plans.values()),
+            run_tag=run.tag,
+            seed=self.options.seed,
+            opened=opened,
+            attached=list(self.attached),
+        )
+        return Found(stored, recovered, opened)
+
+    def _opened(self, generation: int, step: int) -> Opened:
+        return Opened(
+            self.state.incarnation,
+            self.options.rank,
+            generation,
+            step,
+            step,
+            self.options.seed,
+            socket.gethostname(),
+            os.getpid(),
+            self.state.clock.wall(),
+        )
+
+    def check_sources(self, found: Found, restart: Sequence[str]) -> None:
+        """Refuse another source than the run's, before anything is changed."""
+        plans = {name: plan for name, plan in self.state.plans.items() if name not in restart}
+        for note in check_marks(found.recovered.sampler, plans):
+            self.state.log.warning(events.SOURCE_CHANGED, note=note)
+
+    async def take_over(self, found: Found, restart: Sequence[str]) -> Resumed:
+        """Put a checked generation in use, and commit a new one at once: old files are never changed."""
+        state, recovered = self.state, found.recovered
+        assert self._saver is not None
+        for uid, members in recovered.places.items():
+            for member, place in members.items():
+                state.buffer.storage.put(uid, member, None, place)
+        restore_in_place(state.progress, recovered.progress)
+        state.unknown_progress = recovered.unknown
+        for field in recovered.unknown:
+            state.log.warning(events.PROGRESS_UNKNOWN_FIELD, field=field)
+        state.rebuild(recovered.ledger, recovered.sampler, recovered.pending)
+        state.version = found.stored.manifest.step
+        self._report_missing_tasks(recovered.ledger)
+        await self._open_writer(found.opened, apply=False)
+        self._restart(restart)
+        self._quarantine()
+        self.producer.requeue_all()
+        saver = self._saver
+        saver.parent = found.stored.manifest.generation
+        saver.journals = list(found.stored.manifest.journals)
+        await saver.acquire()
+        capture = saver.begin("resume", [], list(self.attached))
+        link_trainer(capture, found.stored)
+        await self._in_thread(lambda: capture.write_trainer(self._files))
+        await saver.finish(capture)
+        resumed = Resumed(
+            step=state.ledger.step,
+            version=state.version,
+            generation=found.stored.manifest.generation,
+            buffered=sum(1 for entry in state.ledger.entries.values() if entry.state == 3),
+            waiting=sum(1 for entry in state.ledger.entries.values() if entry.state == 0),
+            repeated=len(state.pending),
+        )
+        self.weights.require_update(state.version)
+        state.log.info(events.RUN_RECOVERED, events=recovered.events, **msgspec.structs.asdict(resumed))
+        return resumed
+
+    def _report_missing_tasks(self, ledger: Ledger) -> None:
+        for name in ledger.totals:
+            if name not in self.state.tasks:
+                self.state.log.warning(events.TASK_MISSING, task=name)
+
+    def _restart(self, restart: Sequence[str]) -> None:
+        """Begin tasks anew with another source: their unfinished items are discarded."""
+        state = self.state
+        for name in restart:
+            for entry in [each for each in state.ledger.entries.values() if each.task == name]:
+                state.record(Dropped(entry.uid, "discarded"))
+            cursor = state.sampler.cursors[name]
+            length = state.plans[name].source.length()
+            mark = state.plans[name].source.mark()
+            begun = EpochBegan(name, cursor.epoch + 1, -1 if length is None else length, mark, True)
+            state.record(begun)
+
+    def _quarantine(self) -> None:
+        for entry in list(self.state.ledger.entries.values()):
+            if entry.deaths > self.options.max_deaths and entry.unsettled:
+                self.state.log.error(events.ROLLOUT_QUARANTINED, task=entry.task, uid=entry.uid, deaths=entry.deaths)
+                self.state.record(Dropped(entry.uid, "quarantined"))
+
+    async def _open_writer(self, opened: Opened, *, apply: bool) -> None:
+        """Begin this incarnation's journal. Its first event was folded already when ``apply`` is false."""
+        assert self._layout is not None
+        assert self._group is not None
+        layout, options = self._layout, self.options
+        tag = int(self.state.run_id[:16], 16)
+        writer = await self._in_thread(
+            lambda: StoreWriter(
+                layout,
+                self._files,
+                run_tag=tag,
+                incarnation=opened.incarnation,
+                rank=options.rank,
+                segment_bytes=options.segment_bytes,
+                queue_bytes=options.write_queue_bytes,
+            )
+        )
+        self.state.writer = WriterService(writer, inline=self._inline)
+        self.state.writing = options.durability != "none"
+        writer.append(opened)
+        if apply:
+            self.state.apply(opened)
+        if self.state.writing:
+            self._group.start_soon(self.state.writer.run, name="forebay writer")
+        self.state.log.info(events.RUN_OPENED, directory=options.directory, generation=opened.generation)
+
+    async def prepare_start(self, weights_current: bool) -> bool:
+        """First half of ``start``. Returns whether generation 0 is to be committed."""
+        self.require_open()
+        if self.started:
+            raise UsageError("start() was called before")
+        if self._used and self.state.writer is None:
+            raise UsageError(
+                f"{self.options.directory} holds a run; call resume() before start(), or choose another directory"
+            )
+        self.weights.check_start(weights_current)
+        if self._layout is not None and self.state.writer is None:
+            await self._open_writer(self._opened(-1, 0), apply=True)
+            return True
+        return False
+
+    def produce(self) -> None:
+        """Second half of ``start``: let rollouts run."""
+        state = self.state
+        shares = state.sampler.shares_event()
+        if shares is not None:
+            state.record(shares)
+        self.started = True
+        self.weights.open_gate()
+        state.log.info(
+            events.RUN_STARTED, version=state.version, tasks=list(state.tasks), concurrency=self.options.concurrency
+        )
+        self._the_pool().pump()
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def capture_states(self) -> list[CapturedState]:
+        """Read what is attached; on the trainer's thread."""
+        return [CapturedState(name, each.state_dict()) for name, each in self.attached.items()]
+
+    def write_trainer(self, capture: Capture) -> None:
+        """Write the trainer's tensors. Blocks."""
+        capture.write_trainer(self._files)
+
+    async def acquire_saver(self) -> bool:
+        """Wait for the generation before. Returns whether there is a directory to save in."""
+        self.require_open()
+        if self._saver is None:
+            return False
+        if self.state.writer is None:
+            raise UsageError("save() comes after start()")
+        await self._saver.acquire()
+        return True
+
+    def release_saver(self) -> None:
+        """Give up a save that failed before it was captured or written."""
+        if self._saver is not None:
+            self._saver.release()
+
+    def begin_save(self, step: int, reason: str, states: Sequence[CapturedState]) -> Capture:
+        """Ack ``step`` and capture everything, in one window."""
+        assert self._saver is not None
+        self.consumer.ack(step)
+        return self._saver.begin(reason, states, list(self.attached))
+
+    def begin_first(self, states: Sequence[CapturedState]) -> Capture:
+        """Capture generation 0."""
+        assert self._saver is not None
+        return self._saver.begin("start", states, list(self.attached))
+
+    def commit_later(self, capture: Capture) -> Saving:
+        """Leave the rest of a save to a task beside the trainer."""
+        assert self._saver is not None
+        assert self._group is not None
+        self._group.start_soon(self._saver.finish_later, capture, name="forebay commit")
+        return capture.saving
+
+    async def commit(self, capture: Capture) -> Saving:
+        """Do the rest of a save now."""
+        assert self._saver is not None
+        await self._saver.finish(capture)
+        return capture.saving
+
+    def memory_save(self, step: int) -> Saving:
+        """``save`` without a directory: the ack alone."""
+        self.consumer.ack(step)
+        saving = Saving(None, step)
+        saving.end()
+        return saving
+
+    @property
+    def pool(self) -> Pool | None:
+        """The pool, once the run is open."""
+        return self._pool
+
+    def _the_pool(self) -> Pool:
+        if self._pool is None:
+            raise ClosedError("the pipeline is not open; use `async with Pipeline(...) as pipe:`")
+        return self._pool
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return work() if self._inline else await anyio.to_thread.run_sync(work)

@@ -1,0 +1,224 @@
+"""Committing generations: the trainer's state, the consumer half and the journal positions as one thing.
+
+``begin`` acks and captures, in one window without an await. Then the trainer's tensors are written, wherever blocking
+is allowed; after that the trainer goes on, and ``finish`` flushes the journal, syncs and commits beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from pipeline.checkpoint.generations import GenerationWriter, Stored, find_generations, retire
+from pipeline.checkpoint.manifest import FileInfo, Manifest
+from pipeline.checkpoint.trainer_state import CapturedState
+from pipeline.errors import ForebayError, WriteFailed
+from pipeline.observe import events
+from pipeline.sampler.progress import encode_progress
+from pipeline.store.files import FilesLike
+from pipeline.store.journal import JournalPosition
+from pipeline.store.layout import Layout
+from pipeline.store.segments import SegmentInfo
+from pipeline.waiting import Signal
+from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
+from pipeline.wiring.state import RunState
+
+
+class Saving:
+    """A generation that is being committed."""
+
+    def __init__(self, generation: int | None, step: int) -> None:
+        self.generation, self.step = generation, step
+        self.error: ForebayError | None = None
+        self._done = anyio.Event()
+
+    async def committed(self) -> None:
+        """Return once it is on the disk.
+
+        Raises:
+            WriteFailed: it could not be written.
+        """
+        await self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: ForebayError | None = None) -> None:
+        """Note how it ended, and wake whoever waits."""
+        self.error = error
+        self._done.set()
+
+    def __repr__(self) -> str:
+        return f"Saving(generation={self.generation}, step={self.step})"
+
+
+class Capture:
+    """Everything that a generation holds, as of one moment; owned by whoever writes it."""
+
+    def __init__(self, writer: GenerationWriter, saving: Saving, manifest: Manifest, sequence: int) -> None:
+        self.writer, self.saving, self.manifest, self.sequence = writer, saving, manifest, sequence
+        self.small: dict[str, bytes] = {}
+        self.states: list[CapturedState] = []
+        self.links: list[tuple[str, FileInfo]] = []
+
+    def write_trainer(self, files: FilesLike) -> None:
+        """Write what reads the trainer's tensors. Blocks.
+
+        Raises:
+            WriteFailed: it could not be written; what was written of it is removed.
+        """
+        try:
+            self.writer.begin()
+            for source, info in self.links:
+                self.writer.link(info.path, source, info)
+            if self.states:
+                files.makedirs(os.path.join(self.writer.folder, TRAINER_FOLDER))
+            for state in self.states:
+                path = f"{TRAINER_FOLDER}/{state.name}.safetensors"
+                size, checksum = state.write(files, os.path.join(self.writer.folder, path))
+                self.writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
+        except OSError as error:
+            self.abandon()
+            raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. A retry may work") from error
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Remove what was written aside, as far as the disk lets us; the next commit tries again."""
+        try:
+            self.writer.abandon()
+        except OSError:
+            return
+
+
+class Saver:
+    """Makes generations, one at a time: between :meth:`acquire` and the end of :meth:`finish`."""
+
+    def __init__(self, state: RunState, files: FilesLike, layout: Layout) -> None:
+        self._state, self._files, self._layout = state, files, layout
+        self._busy = False
+        self._free = Signal()
+        self._failed: ForebayError | None = None
+        self.parent = -1
+        self.next_generation = 0
+        self.journals: list[JournalPosition] = []
+        """Positions of the journals of earlier incarnations."""
+
+    async def acquire(self) -> None:
+        """Wait until no generation is being written, and begin one. An error of the last one is kept."""
+        await self._free.wait_for(lambda: not self._busy)
+        self._busy = True
+
+    def release(self) -> None:
+        """End what :meth:`acquire` began."""
+        self._busy = False
+        self._free.notify()
+
+    async def idle(self) -> None:
+        """Wait until no generation is being written."""
+        await self._free.wait_for(lambda: not self._busy)
+
+    def raise_failed(self) -> None:
+        """Raise the error of a generation that failed after its ``save`` had returned; once."""
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
+
+    def begin(self, reason: str, states: Sequence[CapturedState], attached: Sequence[str]) -> Capture:
+        """Capture everything as of now, without an await."""
+        state = self._state
+        assert state.writer is not None
+        number = self.next_generation
+        manifest = Manifest(
+            run_id=state.run_id,
+            generation=number,
+            parent=self.parent,
+            step=state.ledger.step,
+            incarnation=state.incarnation,
+            reason=reason,
+            written=datetime.now(UTC).isoformat(timespec="seconds"),
+            attached=sorted(attached),
+            options=state.options.to_dict(),
+            tasks={name: task.describe() for name, task in state.tasks.items()},
+        )
+        writer = GenerationWriter(self._layout, self._files, number)
+        self.next_generation += 1
+        capture = Capture(writer, Saving(number, state.ledger.step), manifest, state.writer.writer.sequence)
+        capture.states = list(states)
+        capture.small = {
+            CONSUMER_FILE: msgspec.json.format(msgspec.json.encode(state.consumer_half())) + b"\n",
+            PROGRESS_FILE: encode_progress(state.refresh_progress(), state.unknown_progress),
+        }
+        return capture
+
+    async def finish(self, capture: Capture) -> Stored:
+        """Write the rest, commit, and release. Runs beside the trainer.
+
+        Raises:
+            WriteFailed: the generation does not exist; those before it do.
+        """
+        state = self._state
+        assert state.writer is not None
+        begun = state.clock.now()
+        try:
+            position, segments = await state.writer.sync()
+            # The journal may have gone on since the capture; what counts is where it stood then.
+            own = msgspec.structs.replace(position, sequence=capture.sequence)
+            stored = await anyio.to_thread.run_sync(self._commit, capture, [*self.journals, own], segments)
+        except ForebayError as error:
+            await anyio.to_thread.run_sync(capture.abandon)
+            saving = capture.saving
+            state.log.error(events.GENERATION_FAILED, generation=saving.generation, step=saving.step, error=str(error))
+            saving.end(error)
+            raise
+        finally:
+            self.release()
+        self.parent = stored.manifest.generation
+        capture.saving.end()
+        state.log.info(
+            events.GENERATION_COMMITTED,
+            generation=stored.manifest.generation,
+            step=stored.manifest.step,
+            bytes=sum(info.bytes for info in stored.manifest.files),
+            seconds=state.clock.now() - begun,
+            reason=stored.manifest.reason,
+        )
+        return stored
+
+    async def finish_later(self, capture: Capture) -> None:
+        """:meth:`finish`, with the error kept for whoever waits for the saving, and for the next verb."""
+        try:
+            await self.finish(capture)
+        except ForebayError as error:
+            self._failed = error
+
+    def _commit(self, capture: Capture, journals: Sequence[JournalPosition], segments: Sequence[SegmentInfo]) -> Stored:
+        writer = capture.writer
+        try:
+            for path, content in capture.small.items():
+                writer.add(path, content)
+            writer.adopt()
+        except OSError as error:
+            raise WriteFailed(f"{writer.folder}: could not be written: {error}. A retry may work") from error
+        manifest = msgspec.structs.replace(
+            capture.manifest,
+            journals=list(journals),
+            segments=list(segments),
+            files=sorted(writer.infos, key=lambda info: info.path),
+        )
+        stored = writer.commit(manifest)
+        found = find_generations(self._layout, manifest.run_id)
+        retire(self._layout, self._files, found.complete, self._state.options.keep)
+        return stored
+
+
+def link_trainer(capture: Capture, stored: Stored) -> None:
+    """Let a generation take over the files of another by reference: all but what it writes anew."""
+    for info in stored.manifest.files:
+        if info.path not in (CONSUMER_FILE, PROGRESS_FILE):
+            capture.links.append((os.path.join(stored.folder, info.path), info))

@@ -1,0 +1,97 @@
+"""Weight updates: nothing starts while one is open, and nothing after one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from pipeline.errors import ConfigError, UsageError
+from pipeline.observe import events
+from pipeline.runner.pool import Pool
+from pipeline.wiring.producing import Producer
+from pipeline.wiring.state import RunState
+
+Running: TypeAlias = Literal["keep", "finish", "abort"]
+
+
+class Weights:
+    """Which version of the weights rollouts are made with, and whether they may be made at all."""
+
+    def __init__(self, state: RunState, producer: Producer, pool: Callable[[], Pool]) -> None:
+        self._state, self._producer, self._pool = state, producer, pool
+        self._updating = False
+        self._failed = False
+        self._required: int | None = None
+        self._open = False
+
+    def require_update(self, version: int) -> None:
+        """After a resume: servers may hold other weights, until an update has set ``version``."""
+        self._required = version
+
+    def check_start(self, weights_current: bool) -> None:
+        """Raise unless rollouts may start with the weights that there are.
+
+        Raises:
+            UsageError: no update has set the restored version since the resume, or the last push failed.
+        """
+        if weights_current:
+            self._required, self._failed = None, False
+        if self._failed:
+            raise UsageError("the last weight_update failed; repeat it, or start(weights_current=True)")
+        if self._required is not None:
+            raise UsageError(
+                f"the run was resumed at version {self._required}, and its servers may hold other weights: "
+                f"push them inside `weight_update(version={self._required})`, or start(weights_current=True)"
+            )
+
+    def open_gate(self) -> None:
+        """From here on attempts start, whenever no update is open."""
+        self._open = True
+        self._producer.paused = self._updating or self._failed
+
+    def reopen(self) -> None:
+        """Let attempts start again, at full concurrency within this turn of the loop, if nothing else forbids it."""
+        if self._open and not self._failed and not self._updating:
+            self._producer.paused = False
+            self._pool().pump()
+
+    async def begin(self, version: int, running: Running) -> None:
+        """Stop starting attempts, and treat those in flight as told."""
+        if self._updating:
+            raise UsageError("a weight_update is open already")
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ConfigError.of("version", version, "a whole number of at least 0 is needed")
+        if version < self._state.version and self._required is None:
+            raise ConfigError.of(
+                "version", version, f"versions never fall: the weights in use have {self._state.version}"
+            )
+        if running not in ("keep", "finish", "abort"):
+            raise ConfigError.of("running", running, "'keep', 'finish' or 'abort' is needed")
+        self._updating = True
+        self._producer.paused = True
+        try:
+            pool = self._pool()
+            if running == "abort":
+                pool.abort("weight update")
+            if running != "keep":
+                await pool.drained()
+        except BaseException:
+            # Nothing was pushed: rollouts go on with the weights that there are.
+            self._updating = False
+            self.reopen()
+            raise
+
+    def end(self, version: int, error: BaseException | None, *, failed: bool) -> None:
+        """Close the update: with success the version is set and every slot has work at once."""
+        self._updating = False
+        if failed:
+            self._failed = True
+            self._state.log.error(events.WEIGHTS_FAILED, version=version, error=repr(error))
+            return
+        self._failed = False
+        if self._required is not None and version >= self._required:
+            self._required = None
+        self._state.version = version
+        self.reopen()
+        self._state.log.debug(events.WEIGHTS_UPDATED, version=version, running=self._pool().in_flight)
+        self._state.changed.notify()

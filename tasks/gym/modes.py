@@ -1,0 +1,100 @@
+"""What Gymnasium's vector environments say: their autoreset mode, their spaces, and their infos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from pipeline.errors import ConfigError
+
+_STORABLE = (
+    gymnasium.spaces.Box,
+    gymnasium.spaces.Discrete,
+    gymnasium.spaces.MultiBinary,
+    gymnasium.spaces.MultiDiscrete,
+)
+
+
+def mode_of(given: Any) -> AutoresetMode:
+    """Return the mode that ``given`` names: Gymnasium's own, ``"NEXT_STEP"``, ``"SameStep"`` and the like.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if isinstance(given, AutoresetMode):
+        return given
+    name = str(given).rpartition(".")[2].replace("_", "").replace("-", "").lower()
+    for mode in AutoresetMode:
+        if mode.value.lower() == name:
+            return mode
+    raise ConfigError.of("autoreset_mode", given, "one of NEXT_STEP, SAME_STEP and DISABLED is needed")
+
+
+def check_space(what: str, space: gymnasium.Space[Any]) -> None:
+    """Check that the samples of a vector environment's ``space`` are batched arrays, or nested ones.
+
+    Raises:
+        ConfigError: they are not; the message names the part.
+    """
+    if isinstance(space, gymnasium.spaces.Dict):
+        for key, part in space.spaces.items():
+            check_space(f"{what}.{key}", part)
+    elif isinstance(space, gymnasium.spaces.Tuple):
+        for index, part in enumerate(space.spaces):
+            check_space(f"{what}.{index}", part)
+    elif not isinstance(space, _STORABLE):
+        raise ConfigError(
+            f"the {what} space is a {type(space).__name__}; Box, Discrete, MultiDiscrete, MultiBinary, and Dict "
+            "and Tuple of these can be stored. Wrap the environment to encode it",
+            option="envs",
+        )
+
+
+def env_info(info: Any, env: int, inside: bool = False) -> dict[str, Any]:
+    """Return the part of a vector environment's info that environment ``env`` has.
+
+    Gymnasium keeps ``{key: [N] values, "_key": [N] bool}``, nested for dicts, and its own wrappers leave the
+    inner masks out (``inside``); a list of dicts is taken too.
+    """
+    if isinstance(info, (list, tuple)):
+        return dict(info[env])
+    part: dict[str, Any] = {}
+    for key, value in info.items() if isinstance(info, Mapping) else ():
+        is_mask = isinstance(key, str) and key.startswith("_") and key[1:] in info
+        mask = info.get(f"_{key}")
+        if is_mask or not (inside if mask is None else mask[env]):
+            continue
+        if isinstance(value, Mapping):
+            part[key] = env_info(value, env, inside=True)
+        elif hasattr(value, "__getitem__"):
+            part[key] = value[env]
+    return part
+
+
+def final_obs_of(info: Any, env: int) -> Any:
+    """Return the final observation of ``env``, or None; batched by leaf, or one object per environment."""
+    if isinstance(info, (list, tuple)):
+        return info[env].get("final_obs")
+    finals = info.get("final_obs") if isinstance(info, Mapping) else None
+    mask = info.get("_final_obs") if isinstance(info, Mapping) else None
+    if finals is None or (mask is not None and not mask[env]):
+        return None
+    return _row(finals, env)
+
+
+def is_own_object(info: Any) -> bool:
+    """Whether ``info["final_obs"]`` holds each environment's own object, and not a batch made of them."""
+    finals = info.get("final_obs") if isinstance(info, Mapping) else None
+    return isinstance(finals, np.ndarray) and finals.dtype.hasobject
+
+
+def _row(batch: Any, env: int) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: _row(part, env) for key, part in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_row(part, env) for part in batch)
+    return batch[env]
