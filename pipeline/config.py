@@ -116,8 +116,10 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """``synchronous``: nothing is produced but for the batch that is being waited for."""
     order: Literal["finished", "strict"] = "finished"
     """``strict``: batches are made in draw order, so that they never depend on how long rollouts take."""
-    selector: Literal["fifo", "stalest"] = "fifo"
-    """Which finished groups a batch takes first; ``strict`` order leaves no choice."""
+    selector: Literal["stalest", "fifo"] = "stalest"
+    """Which finished groups a batch takes first: those of the oldest weights, or those that finished first.
+    ``stalest`` lets a slow rollout that finishes late into the next batch, where ``fifo`` may let it expire in the
+    queue. ``strict`` order leaves no choice."""
     capacity: int | None = None
     """Most groups claimed and not yet trained. None: as many as staleness allows, else two batches."""
     durability: Durability = "kill"
@@ -153,5 +155,3 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
             raise ConfigError.of("watchdog", self.watchdog, "seconds above 0 are needed, or None")
         if self.directory is None and self.durability == "power":
             raise ConfigError.of("durability", "power", "needs a directory")
-        if self.strategy == "synchronous" and self.selector == "stalest":
-            raise ConfigError.of("selector", "stalest", "a synchronous pipeline has nothing to select from")

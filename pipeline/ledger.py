@@ -53,6 +53,7 @@ class Entry:
         "interruptions",
         "kind",
         "life",
+        "made",
         "members",
         "need",
         "newest",
@@ -60,6 +61,7 @@ class Entry:
         "order",
         "position",
         "rank",
+        "rerolls",
         "rewards",
         "size",
         "state",
@@ -80,6 +82,10 @@ class Entry:
         self.attempts = [0] * size
         self.unsettled, self.in_flight = size, 0
         self.life = self.interruptions = self.deaths = 0
+        self.rerolls = 0
+        """How often it was run again because it had become too old, crashes aside."""
+        self.made = 0
+        """The incarnation in which a member finished last."""
         self.order = 0
         """Counts groups as they become buffered: the order in which fifo hands them out."""
         self.oldest: int | None = None
@@ -216,6 +222,7 @@ class Ledger:
             entry.oldest = min(entry.oldest, event.oldest)
             entry.effective = min(entry.effective, event.oldest)
             entry.newest = max(entry.newest, event.newest)
+        entry.made = self.incarnation
         entry.members[event.member] = FINISHED
         return self._settle(entry)
 
@@ -282,6 +289,7 @@ class Ledger:
             return
         self.totals[entry.task].reopened += 1
         entry.life += 1
+        entry.rerolls += event.reason == "expired"
         entry.members = [PENDING] * entry.size
         entry.unsettled, entry.in_flight = entry.size, 0
         entry.oldest, entry.newest, entry.rewards, entry.tokens = None, 0, 0.0, 0

@@ -231,7 +231,10 @@ class Dropped(Event, frozen=True, array_like=True, tag="drop"):
 
 
 class Reopened(Event, frozen=True, array_like=True, tag="reopen"):
-    """A finished group is to be run again from the start (``expired``: its weights were too old)."""
+    """A finished group is to be run again from the start, because its weights were too old.
+
+    ``expired``: training overtook it; this is what ``max_rerolls`` counts. ``outlived``: a crash came between.
+    """
 
     uid: int
     reason: str

@@ -72,6 +72,15 @@ def find_generations(layout: Layout, run_id: str) -> Found:
     return Found(complete, damaged)
 
 
+def next_number(layout: Layout) -> int:
+    """Return a number above that of every generation, whole or not."""
+    try:
+        numbers = [int(match[0]) for name in os.listdir(layout.generations) if (match := _NAME.match(name))]
+    except FileNotFoundError:
+        numbers = []
+    return max(numbers, default=-1) + 1
+
+
 def choose(found: Found, step: int | None, where: str) -> Stored:
     """Return the generation to resume: the newest, or the newest of ``step``.
 
@@ -116,7 +125,13 @@ class GenerationWriter:
         self.infos: list[FileInfo] = []
 
     def begin(self) -> None:
-        """Make the folder aside; what a crash left under its name is removed."""
+        """Make the folder aside; what a crash left under its name is removed.
+
+        Raises:
+            StoreError: a complete generation has this number: it is never written over.
+        """
+        if os.path.lexists(os.path.join(self._final, MANIFEST_FILE)):
+            raise StoreError(f"{self._final}: generation {self.number} exists; a generation is never written over")
         remove_tree(self._files, self.folder)
         remove_tree(self._files, self._final)
         self._files.makedirs(self.folder)

@@ -11,7 +11,7 @@ import anyio.to_thread
 from pipeline.buffer import Batch, Group
 from pipeline.buffer.staleness import floor, staleness
 from pipeline.errors import ClosedError, ConfigError, Damaged, EndOfSource, ForebayError, Starved, UsageError
-from pipeline.ledger import BUFFERED, LEASED, WAITING, Entry, Lease
+from pipeline.ledger import BUFFERED, LEASED, Entry, Lease
 from pipeline.observe import events
 from pipeline.records import BatchHint
 from pipeline.runner.pool import Pool
@@ -132,9 +132,11 @@ class Consumer:
     def _nothing_comes(self) -> bool:
         """Whether waiting is pointless: nothing runs, nothing can start, nothing is to be requeued."""
         pool = self._pool()
-        if pool.in_flight or pool.scoring or self._producer.paused:
+        if pool.in_flight or pool.scoring:
             return False
-        return self._producer.blocked and not self._state.ledger.count(WAITING)
+        if self._producer.paused:
+            return self._state.weights_failed
+        return self._producer.blocked
 
     # -- leasing -----------------------------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class Consumer:
     def _lease(self, step: int, groups: int) -> Lease:
         state = self._state
         uids = state.buffer.take(groups)
-        if len(uids) < groups and not self._producer.drained:
+        if len(uids) < groups and (state.weights_failed or not self._producer.drained):
             for uid in uids:
                 state.buffer.add(uid, state.ledger.entries[uid].effective)
             raise Starved(self._why_starved(step, groups))
@@ -188,6 +190,8 @@ class Consumer:
             f"nothing may start: {ledger.count(LEASED)} are leased, {ledger.step} steps are trained, the weights have "
             f"version {version}, max_staleness={options.max_staleness}, capacity={options.capacity}"
         )
+        if self._state.weights_failed:
+            return f"{facts}. The last weight_update failed, and nothing starts until one succeeds"
         if options.max_staleness is not None and ledger.step - version > options.max_staleness:
             return f"{facts}. Rollouts of these weights would be too old: call weight_update() after each step"
         return f"{facts}. Call ack(step) when a step is done, or raise capacity= or max_staleness="

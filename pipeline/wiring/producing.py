@@ -31,7 +31,7 @@ class Producer:
         self.slots: Slots | None = None
         self._state = state
         self._ready: deque[tuple[int, int, int]] = deque()  # (uid, life, member) to be started before new claims
-        self._contents: dict[int, Any] = {}
+        self._read: tuple[int, Any] = (-1, None)  # the last item that was read, for the other members of its group
         self._least_group = min(task.group_size for task in state.tasks.values())
         state.on_expired = self.requeue
 
@@ -44,7 +44,6 @@ class Producer:
     def requeue_all(self) -> None:
         """After a recovery: queue what is waiting, oldest first."""
         self._ready.clear()
-        self._contents.clear()
         for uid in sorted(self._state.ledger.entries):
             entry = self._state.ledger.entries[uid]
             if entry.state in (WAITING, RUNNING) and entry.task in self._state.tasks:
@@ -133,7 +132,6 @@ class Producer:
             )
         )
         if became is not None:
-            self._contents.pop(job.uid, None)
             state.expire_stale()
             state.changed.notify()
 
@@ -191,7 +189,7 @@ class Producer:
         state = self._state
         options, ledger = state.options, state.ledger
         if options.strategy == "synchronous":
-            in_hand = len(ledger.entries) - ledger.count(LEASED)
+            in_hand = state.outstanding - ledger.count(LEASED)
             return in_hand < state.wanted
         limit = admissible(
             max_staleness=options.max_staleness,
@@ -202,7 +200,7 @@ class Producer:
         )
         if limit is None:  # nobody has asked for a batch yet: no more than can run at once
             limit = -(-options.concurrency // self._least_group)
-        return len(ledger.entries) < limit
+        return state.outstanding < limit
 
     def _claim(self) -> Entry | None:
         state = self._state
@@ -243,9 +241,8 @@ class Producer:
 
     def _content(self, entry: Entry) -> Any:
         """Read the item; a group's members share one reading."""
-        uid = entry.uid
-        if uid in self._contents:
-            return self._contents[uid]
+        if self._read[0] == entry.uid:
+            return self._read[1]
         try:
             content = self._state.tasks[entry.task].source.item(entry.index)
         except ForebayError:
@@ -253,7 +250,7 @@ class Producer:
         except Exception as error:
             raise SourceError(f"task {entry.task!r}: the source failed at item {entry.index}: {error!r}") from error
         if entry.size > 1:
-            self._contents[uid] = content
+            self._read = (entry.uid, content)
         return content
 
 

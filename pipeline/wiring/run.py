@@ -18,7 +18,7 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
-from pipeline.checkpoint.generations import Stored, choose, find_generations
+from pipeline.checkpoint.generations import Stored, choose, find_generations, next_number
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.clock import running_clock
 from pipeline.config import PipelineOptions
@@ -142,6 +142,8 @@ class Run:
             self._lock.describe(self.state.incarnation)
             found = find_generations(layout, run.run_id)
             self._used = bool(found.complete or found.damaged)
+            if self._saver is not None:
+                self._saver.next_generation = next_number(layout)
             if not self._used and any(os.path.getsize(name.path) > 0 for name in journals):
                 self._used = self._has_events(run.tag)
         except ForebayError:

@@ -51,6 +51,10 @@ class RunState:
         """Whether payloads and events are written as they come."""
         self.changed = Signal()
         self.failure: BaseException | None = None
+        self.weights_failed = False
+        """A push of weights failed: nothing starts until one succeeds."""
+        self.absent = 0
+        """Items that wait for a task which this run does not have; they are kept, and in nobody's way."""
         self.wanted = 0
         """Groups that a trainer waits for now."""
         self.on_expired: Callable[[Entry], None] = lambda entry: None
@@ -98,6 +102,11 @@ class RunState:
             self.failure = error
         self.changed.notify()
 
+    @property
+    def outstanding(self) -> int:
+        """Items claimed and not ended, of the tasks that this run has."""
+        return len(self.ledger.entries) - self.absent
+
     # -- staleness -------------------------------------------------------------------------------------------
 
     def expire_stale(self) -> None:
@@ -109,11 +118,13 @@ class RunState:
         for uid in expired:
             entry = self.ledger.entries[uid]
             self.buffer.remove(uid)
-            if entry.life >= self.options.max_rerolls:
+            # Weights that went back in a crash are no fault of the item: that does not use up its rerolls.
+            reason = "expired" if entry.made == self.ledger.incarnation else "outlived"
+            if reason == "expired" and entry.rerolls >= self.options.max_rerolls:
                 self.record(Dropped(uid, "expired"))
             else:
                 self.buffer.storage.discard(uid)
-                self.record(Reopened(uid, "expired"))
+                self.record(Reopened(uid, reason))
                 self.on_expired(entry)
 
     # -- the window since the last batch -----------------------------------------------------------------------
@@ -152,9 +163,12 @@ class RunState:
         fresh = GroupBuffer(order=self.options.order, selector=self.options.selector)
         fresh.storage = self.buffer.storage
         self.buffer = fresh
+        self.absent = 0
         for entry in ledger.entries.values():
-            if entry.state != BUFFERED:
+            if entry.state != BUFFERED and entry.task in self.tasks:
                 fresh.opened(entry.uid)
+            elif entry.state != BUFFERED:
+                self.absent += 1
         for entry in sorted(ledger.entries.values(), key=lambda entry: entry.order):
             if entry.state == BUFFERED and entry.uid not in reserved:
                 fresh.add(entry.uid, entry.effective)

@@ -20,7 +20,6 @@ class Weights:
     def __init__(self, state: RunState, producer: Producer, pool: Callable[[], Pool]) -> None:
         self._state, self._producer, self._pool = state, producer, pool
         self._updating = False
-        self._failed = False
         self._required: int | None = None
         self._open = False
 
@@ -35,8 +34,8 @@ class Weights:
             UsageError: no update has set the restored version since the resume, or the last push failed.
         """
         if weights_current:
-            self._required, self._failed = None, False
-        if self._failed:
+            self._required, self._state.weights_failed = None, False
+        if self._state.weights_failed:
             raise UsageError("the last weight_update failed; repeat it, or start(weights_current=True)")
         if self._required is not None:
             raise UsageError(
@@ -47,11 +46,11 @@ class Weights:
     def open_gate(self) -> None:
         """From here on attempts start, whenever no update is open."""
         self._open = True
-        self._producer.paused = self._updating or self._failed
+        self._producer.paused = self._updating or self._state.weights_failed
 
     def reopen(self) -> None:
         """Let attempts start again, at full concurrency within this turn of the loop, if nothing else forbids it."""
-        if self._open and not self._failed and not self._updating:
+        if self._open and not self._state.weights_failed and not self._updating:
             self._producer.paused = False
             self._pool().pump()
 
@@ -85,10 +84,11 @@ class Weights:
         """Close the update: with success the version is set and every slot has work at once."""
         self._updating = False
         if failed:
-            self._failed = True
+            self._state.weights_failed = True
             self._state.log.error(events.WEIGHTS_FAILED, version=version, error=repr(error))
+            self._state.changed.notify()
             return
-        self._failed = False
+        self._state.weights_failed = False
         if self._required is not None and version >= self._required:
             self._required = None
         self._state.version = version

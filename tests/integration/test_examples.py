@@ -1,0 +1,74 @@
+"""Every example runs as it is written, also as a notebook's cell, and beside a file that hides a package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, timeout=100)
+
+
+def test_quickstart_shows_rollouts() -> None:
+    done = run("examples/quickstart.py")
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [f"step {n}" for n in range(1, 5)]
+
+
+def test_quickstart_is_twelve_lines_to_the_first_rollouts() -> None:
+    lines = [line for line in (EXAMPLES / "quickstart.py").read_text().splitlines() if line.strip()]
+    code = [line for line in lines if not line.startswith('"""')]
+    assert len(code) <= 12
+
+
+def test_quickstart_runs_in_a_notebook_under_its_running_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.v4.new_notebook()
+    check = "import asyncio; assert asyncio.get_running_loop().is_running()"
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in (check, (EXAMPLES / "quickstart.py").read_text())]
+    NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
+    printed = "".join(output.get("text", "") for output in notebook.cells[1].outputs if output.get("name") == "stdout")
+    assert "step 4: 20 rollouts" in printed
+
+
+def test_crash_and_resume_loses_nothing() -> None:
+    done = run("examples/crash_and_resume.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "240 items: 0 never trained, 0 trained twice"
+    assert done.stdout.count("to be killed") == 3
+
+
+def test_async_script_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    first = run("examples/async_script.py", str(tmp_path / "run"))
+    second = run("examples/async_script.py", str(tmp_path / "run"))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.startswith("from step 0, 0 finished")
+    assert second.stdout.startswith("from step 200, ")
+    assert "step 400: loss 0.0" in second.stdout
+
+
+@pytest.mark.parametrize("name", ["tasks.py", "pipeline.py"])
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine = True\n")
+    (tmp_path / "script.py").write_text("from forebay import Pipeline\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError")
+    assert str(tmp_path / name) in last
+    assert "Rename" in last
