@@ -101,6 +101,8 @@ class TaskTotals(msgspec.Struct):
 
     claimed: int = 0
     trained: int = 0
+    trained_rollouts: int = 0
+    trained_tokens: int = 0
     dropped: dict[str, int] = {}
     produced: int = 0
     """Groups that became buffered; one that was reopened and finished again counts again."""
@@ -133,7 +135,8 @@ class ConsumerHalf(msgspec.Struct, kw_only=True):
     step: int = 0
     trained: list[tuple[int, int]] = []
     leases: list[Lease] = []
-    trained_by_task: dict[str, int] = {}
+    trained_by_task: dict[str, tuple[int, int, int]] = {}
+    """Groups, rollouts and tokens."""
 
 
 class Ledger:
@@ -362,7 +365,10 @@ class Ledger:
         for uid in done:
             entry = self.entries.pop(uid)
             self.counts[entry.task][LEASED] -= 1
-            self.totals[entry.task].trained += 1
+            totals = self.totals[entry.task]
+            totals.trained += 1
+            totals.trained_rollouts += entry.members.count(FINISHED)
+            totals.trained_tokens += entry.tokens
             self.trained.add(uid)
         self.leases = {leased: lease for leased, lease in self.leases.items() if leased > step}
         self.step = step
@@ -374,7 +380,10 @@ class Ledger:
             step=self.step,
             trained=self.trained.ranges(),
             leases=[self.leases[step] for step in sorted(self.leases)],
-            trained_by_task={name: totals.trained for name, totals in self.totals.items()},
+            trained_by_task={
+                name: (totals.trained, totals.trained_rollouts, totals.trained_tokens)
+                for name, totals in self.totals.items()
+            },
         )
 
     def restore(self, half: ConsumerHalf) -> list[Lease]:
@@ -386,9 +395,10 @@ class Ledger:
         for uid in [uid for uid in self.entries if uid in self.trained]:
             entry = self.entries.pop(uid)
             self.counts[entry.task][entry.state] -= 1
-        for task, count in half.trained_by_task.items():
+        for task, (groups, rollouts, tokens) in half.trained_by_task.items():
             self._task(task)
-            self.totals[task].trained = count
+            totals = self.totals[task]
+            totals.trained, totals.trained_rollouts, totals.trained_tokens = groups, rollouts, tokens
         return sorted(half.leases, key=lambda lease: lease.step)
 
     def still_whole(self, lease: Lease) -> bool:

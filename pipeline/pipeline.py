@@ -42,7 +42,7 @@ from pipeline.store.files import FilesLike
 from pipeline.task import Task
 from pipeline.wiring.run import Resumed, Run
 from pipeline.wiring.saving import Saving
-from pipeline.wiring.statistics import Statistics, take_statistics
+from pipeline.wiring.statistics import BatchStatistics, Statistics, take_statistics
 from pipeline.wiring.weights import Running
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Pipeline:
         self.options = PipelineOptions.of({**base, **more})
         self._tasks = given
         self._run = Run(given, self.options, files=files, engine=engine, inline=inline)
-        self._last: tuple[int, float | None] = (0, None)
+        self._last = BatchStatistics()
 
     # -- opening and closing -----------------------------------------------------------------------------------
 
@@ -188,8 +188,7 @@ class Pipeline:
         if not self._run.started:
             raise UsageError("get_batch() comes after start()")
         batch = await self._run.consumer.get_batch(groups)
-        rewards = [group.reward_mean for group in batch]
-        self._last = (batch.staleness, sum(rewards) / len(rewards))
+        self._last = BatchStatistics.of(batch)
         return batch
 
     async def batches(self, groups: int, *, until: int | None = None) -> AsyncIterator[Batch]:

@@ -79,6 +79,7 @@ def test_a_blocking_call_in_a_coroutine_is_named_once(run: Callable[[Main], None
     reports: list[Held] = []
 
     async def main() -> None:
+        await anyio.sleep(0.001)  # the first use of anyio imports a backend, which holds the loop too
         async with Watchdog(0.1, reports.append):
             await anyio.sleep(0.2)
             await nap(0.3)
@@ -104,6 +105,7 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named(run: Callable[[Main], 
         hog()
 
     async def main() -> None:
+        await anyio.sleep(0.001)
         async with Watchdog(0.1, reports.append):
             for phase in (0.21, 0.23, 0.25):  # wherever it falls between two looks
                 await anyio.sleep(phase)
@@ -120,6 +122,7 @@ def test_a_quiet_loop_and_a_long_sleep_report_nothing(run: Callable[[Main], None
     reports: list[Held] = []
 
     async def main() -> None:
+        await anyio.sleep(0.001)
         async with Watchdog(0.05, reports.append):
             await anyio.sleep(0.5)
             for _ in range(20):
