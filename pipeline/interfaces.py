@@ -100,8 +100,8 @@ class Selector(Protocol):
         first = selector.take(2)  # removed from the selector
     """
 
-    def add(self, uid: int, version: int) -> None:
-        """Take in a key. Costs O(1), whatever is held."""
+    def add(self, uid: int, version: int, *, first: bool = False) -> None:
+        """Take in a key, before its equals if ``first``. Costs O(1), whatever is held."""
         ...
 
     def remove(self, uid: int) -> None:

@@ -6,6 +6,7 @@ selected: a batch that is reserved to be handed out again, or leased, is not in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pipeline.buffer.selectors import FifoSelector, StalestSelector, StrictSelector
@@ -29,10 +30,18 @@ class GroupBuffer:
 
     def add(self, uid: int, version: int) -> None:
         """Take in a finished group; ``version`` is the oldest of its weights."""
-        self._versions.add(uid, version)
-        if self._selector is not self._versions:
-            self._selector.add(uid, version)
+        self._add(uid, version, first=False)
         self.peak = max(self.peak, len(self._versions))
+
+    def put_back(self, groups: Sequence[tuple[int, int]]) -> None:
+        """Take (uid, version) pairs back that were taken, ahead of what came in later."""
+        for uid, version in reversed(groups):
+            self._add(uid, version, first=True)
+
+    def _add(self, uid: int, version: int, *, first: bool) -> None:
+        self._versions.add(uid, version, first=first)
+        if self._selector is not self._versions:
+            self._selector.add(uid, version, first=first)
 
     def remove(self, uid: int) -> None:
         """Take a group out of the selection; its payload stays."""

@@ -17,8 +17,10 @@ class FifoSelector:
         # A plain dict walks over the holes of removed keys at its front; this one is a linked list.
         self._keys: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, uid: int, version: int) -> None:
+    def add(self, uid: int, version: int, *, first: bool = False) -> None:
         self._keys[uid] = None
+        if first:
+            self._keys.move_to_end(uid, last=False)
 
     def remove(self, uid: int) -> None:
         del self._keys[uid]
@@ -38,12 +40,14 @@ class StalestSelector:
         self._buckets: dict[int, OrderedDict[int, None]] = {}
         self._versions: dict[int, int] = {}
 
-    def add(self, uid: int, version: int) -> None:
+    def add(self, uid: int, version: int, *, first: bool = False) -> None:
         self._versions[uid] = version
         bucket = self._buckets.get(version)
         if bucket is None:
             bucket = self._buckets[version] = OrderedDict()
         bucket[uid] = None
+        if first:
+            bucket.move_to_end(uid, last=False)
 
     def remove(self, uid: int) -> None:
         version = self._versions.pop(uid)
@@ -97,7 +101,7 @@ class StrictSelector:
         """Note that ``uid`` has finished or been dropped."""
         self._open.discard(uid)
 
-    def add(self, uid: int, version: int) -> None:
+    def add(self, uid: int, version: int, *, first: bool = False) -> None:
         self._keys.add(uid)
         heapq.heappush(self._heap, uid)
         self._put_back(uid)

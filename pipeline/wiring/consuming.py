@@ -66,8 +66,7 @@ class Consumer:
         """Take the batch of ``step`` back; does nothing if it is not leased."""
         state = self._state
         entries = state.ledger.release(step)
-        for entry in entries:
-            state.buffer.add(entry.uid, entry.effective)
+        state.buffer.put_back([(entry.uid, entry.effective) for entry in entries])
         if entries:
             state.log.info(events.BATCH_RELEASED, step=step, groups=len(entries))
             state.changed.notify()
@@ -162,8 +161,7 @@ class Consumer:
         state = self._state
         uids = state.buffer.take(groups)
         if len(uids) < groups and (state.weights_failed or not self._producer.drained):
-            for uid in uids:
-                state.buffer.add(uid, state.ledger.entries[uid].effective)
+            state.buffer.put_back([(uid, state.ledger.entries[uid].effective) for uid in uids])
             raise Starved(self._why_starved(step, groups))
         if not uids:
             leased = state.ledger.count(LEASED)

@@ -35,9 +35,25 @@ def test_quickstart_runs_in_a_notebook_under_its_running_loop(tmp_path: Path, mo
     for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.v4.new_notebook()
     check = "import asyncio; assert asyncio.get_running_loop().is_running()"
-    notebook.cells = [nbformat.v4.new_code_cell(text) for text in (check, (EXAMPLES / "quickstart.py").read_text())]
+    notebook = nbformat.from_dict(  # type: ignore[no-untyped-call]
+        {
+            "cells": [
+                {
+                    "cell_type": "code",
+                    "id": f"c{n}",
+                    "metadata": {},
+                    "outputs": [],
+                    "execution_count": None,
+                    "source": text,
+                }
+                for n, text in enumerate((check, (EXAMPLES / "quickstart.py").read_text()))
+            ],
+            "metadata": {},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
+    )
     NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
     printed = "".join(output.get("text", "") for output in notebook.cells[1].outputs if output.get("name") == "stdout")
     assert "step 4: 20 rollouts" in printed

@@ -6,16 +6,18 @@ import multiprocessing
 import os
 import random
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import pytest
 
 from tests.support.killed import child, train
 
+Strategy = Literal["asynchronous", "synchronous"]
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
 
 
-def kill_until_finished(tmp_path: Path, *, strategy: str, kills: int, count: int, seed: int) -> int:
+def kill_until_finished(tmp_path: Path, *, strategy: Strategy, kills: int, count: int, seed: int) -> int:
     """Start the run, kill it ``kills`` times at random moments, and let it finish. Returns how many kills hit."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.killed"])
@@ -42,7 +44,7 @@ def kill_until_finished(tmp_path: Path, *, strategy: str, kills: int, count: int
 @pytest.mark.parametrize("seed", range(SOAK))
 @pytest.mark.parametrize(("strategy", "kills", "count"), [("asynchronous", 50, 1500), ("synchronous", 15, 300)])
 def test_every_item_is_trained_once_through_random_kills(
-    tmp_path: Path, strategy: str, kills: int, count: int, seed: int
+    tmp_path: Path, strategy: Strategy, kills: int, count: int, seed: int
 ) -> None:
     hits = kill_until_finished(tmp_path, strategy=strategy, kills=kills, count=count, seed=seed)
     assert hits >= kills * 3 // 5, "the run ended before it had been killed often enough to prove anything"
