@@ -22,10 +22,10 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
-import anyio.to_thread
 
 from pipeline.buffer import Batch
 from pipeline.config import PipelineOptions
@@ -162,7 +162,7 @@ class Pipeline:
         if await self._run.prepare_start(weights_current) and await self._run.acquire_saver():
             try:
                 capture = self._run.begin_first(self._run.capture_states())
-                await anyio.to_thread.run_sync(self._run.write_trainer, capture)
+                await self._run.in_thread(partial(self._run.write_trainer, capture))
             except BaseException:
                 self._run.release_saver()
                 raise
@@ -274,7 +274,7 @@ class Pipeline:
             return self._run.memory_save(step)
         try:
             capture = self._run.begin_save(step, "save", self._run.capture_states())
-            await anyio.to_thread.run_sync(self._run.write_trainer, capture)
+            await self._run.in_thread(partial(self._run.write_trainer, capture))
         except BaseException:
             self._run.release_saver()
             raise
@@ -299,7 +299,7 @@ class Pipeline:
             raise UsageError("checkpoint() needs a directory")
         try:
             capture = self._run.begin_save(step, "checkpoint", self._run.capture_states())
-            await anyio.to_thread.run_sync(self._run.write_trainer, capture)
+            await self._run.in_thread(partial(self._run.write_trainer, capture))
             folder = os.path.join(capture.writer.folder, "files")
             os.makedirs(folder)
             try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 from pipeline.config import FailFast, FailurePolicy, Retry
@@ -42,12 +44,18 @@ def check_rollout(given: Any, item: Item) -> str | None:
             f"{item}: the runner returned {_shown(given)}; return Rollout(tensors, reward=...), and raise to fail"
         )
     reward = given.reward
-    if type(reward) is not float and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
+    if type(reward) is not float and (isinstance(reward, bool) or not isinstance(reward, Real)):
         raise RolloutInvalid(f"{item}: field reward: a number is needed, found {_shown(reward)}")
-    if not math.isfinite(reward):
-        return f"reward is {reward}"
+    if not _is_finite(reward):
+        return f"reward is {_shown(reward)}"
+    if not isinstance(given.traces, tuple):
+        raise RolloutInvalid(
+            f"{item}: field traces: tensors by name, or a list, are needed, found {_shown(given.traces)}"
+        )
+    if not isinstance(given.info, Mapping):
+        raise RolloutInvalid(f"{item}: field info: a mapping is needed, found {_shown(given.info)}")
     for number, trace in enumerate(given.traces):
-        if not isinstance(trace, Trace):
+        if not isinstance(trace, Trace) or not isinstance(trace.tensors, Mapping):
             raise RolloutInvalid(
                 f"{item}: field traces[{number}]: a Trace or a mapping is needed, found {_shown(trace)}"
             )
@@ -61,12 +69,23 @@ def check_rollout(given: Any, item: Item) -> str | None:
 def _check_versions(given: Rollout, item: Item) -> None:
     for field in ("oldest", "newest"):
         value = getattr(given, field)
-        if value is not None and (not isinstance(value, int) or value < 0):
+        if value is not None and not _is_count(value):
             raise RolloutInvalid(f"{item}: field {field}: a version number of at least 0 is needed, found {value!r}")
     if given.oldest is not None and given.newest is not None and given.newest < given.oldest:
         raise RolloutInvalid(f"{item}: field newest={given.newest} lies before oldest={given.oldest}")
-    if not isinstance(given.tokens, int) or given.tokens < 0:
+    if not _is_count(given.tokens):
         raise RolloutInvalid(f"{item}: field tokens: a count of at least 0 is needed, found {given.tokens!r}")
+
+
+def _is_finite(reward: Real) -> bool:
+    try:
+        return math.isfinite(reward)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _shown(value: Any) -> str:

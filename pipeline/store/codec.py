@@ -10,6 +10,7 @@ held in memory and written to the disk.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -116,6 +117,8 @@ def tensor_bytes(value: Any) -> TensorBytes:
     """
     if isinstance(value, torch.Tensor):
         return _torch_bytes(value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array cannot be stored; store its data and its mask as two tensors")
     array = np.asarray(value)
     name = _NUMPY_TO_NAME.get(array.dtype.str[1:])
     if name is None:
@@ -148,9 +151,14 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
     tensors: list[TensorBytes] = []
     traces: list[tuple[str, str]] = []
     for number, trace in enumerate(rollout.traces):
+        if not isinstance(trace.agent, str) or not isinstance(trace.policy, str):
+            raise RolloutInvalid(
+                f"{item}: trace {number}: agent={trace.agent!r} and policy={trace.policy!r} must be text"
+            )
         traces.append((trace.agent, trace.policy))
         for name, value in trace.tensors.items():
             try:
+                name.encode()  # a lone surrogate could be written, and never be read again
                 tensors.append(tensor_bytes(value))
             except (TypeError, ValueError, OverflowError) as error:
                 raise RolloutInvalid(f"{item}: field {name!r} of trace {number}: {error}") from None
@@ -164,7 +172,7 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
             member,
             attempt,
             life,
-            rollout.reward,
+            float(rollout.reward),
             *versions,
             rollout.tokens,
             traces,
@@ -176,12 +184,14 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
 
 
 def _encode(header: PayloadHeader, item: Item) -> bytes:
-    if not header.info:
-        return _encode_header(header)
     try:
-        return _encode_header(msgspec.structs.replace(header, info=to_plain(header.info)))
+        if header.info:
+            header = msgspec.structs.replace(header, info=to_plain(header.info))
+        return _encode_header(header)
     except PlainValueError as error:
         raise RolloutInvalid(f"{item}: field info: {error}") from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise RolloutInvalid(f"{item}: cannot be encoded: {error}") from None
 
 
 def _join(names: list[str], tensors: list[TensorBytes], item: bytes) -> bytes:
@@ -242,7 +252,7 @@ def read_blob(blob: bytes | bytearray | memoryview, where: str = "payload") -> d
         layout = _decode_layout(bytes(blob[8 : 8 + length]))
         data = np.frombuffer(bytearray(memoryview(blob)[8 + length :]), np.uint8)
         return {name: _view(data, entry) for name, entry in layout.items()}
-    except (msgspec.MsgspecError, ValueError, RuntimeError, KeyError, OverflowError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, KeyError, OverflowError) as error:
         raise Damaged(f"{where}: not a safetensors blob ({error})") from None
 
 
@@ -251,6 +261,9 @@ def _view(data: np.ndarray, entry: _Entry) -> torch.Tensor:
     dtype = _NAME_TO_TORCH[entry.dtype]
     if not 0 <= start <= end <= len(data):
         raise ValueError(f"a tensor is said to lie at bytes {start} to {end} of {len(data)}")
+    # Before anything is allocated: the shape is what a damaged header says.
+    if min(entry.shape, default=0) < 0 or math.prod(entry.shape) * dtype.itemsize != end - start:
+        raise ValueError(f"a tensor of shape {entry.shape} and dtype {dtype} is said to take {end - start} bytes")
     part = torch.from_numpy(data[start:end])
     return part.view(dtype).reshape(entry.shape) if start < end else torch.empty(entry.shape, dtype=dtype)
 
@@ -267,12 +280,12 @@ def unpack(blob: bytes, where: str = "payload") -> tuple[PayloadHeader, Rollout]
         raise Damaged(f"{where}: a safetensors blob without {ITEM_KEY!r} is no rollout")
     try:
         header = _decode_header(raw.numpy().tobytes())
-    except msgspec.MsgspecError as error:
+        fields: list[dict[str, Any]] = [{} for _ in header.traces]
+        for name, tensor in tensors.items():
+            number, _, plain = name.partition(".")
+            fields[int(number)][plain] = tensor
+        info: Mapping[str, Any] = from_plain(header.info)
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: the item header is damaged ({error})") from None
-    fields: list[dict[str, Any]] = [{} for _ in header.traces]
-    for name, tensor in tensors.items():
-        number, _, plain = name.partition(".")
-        fields[int(number)][plain] = tensor
     traces = tuple(Trace(named, agent, policy) for named, (agent, policy) in zip(fields, header.traces, strict=True))
-    info: Mapping[str, Any] = from_plain(header.info)
     return header, Rollout(traces, header.reward, info, header.oldest, header.newest, header.tokens)

@@ -29,7 +29,8 @@ def to_plain(value: Any, *, leaf: Callable[[Any, str], Any] | None = None) -> An
         leaf: called with (value, path) for what is none of these; returns a plain value.
 
     Raises:
-        PlainValueError: something else, or nested deeper than 200 levels.
+        PlainValueError: something else, or nested deeper than 200 levels (a tuple counts as two of them, a mapping
+            with other keys than plain text as three).
     """
     return _to(value, "$", 0, leaf)
 
@@ -48,9 +49,9 @@ def _to(value: Any, path: str, depth: int, leaf: Callable[[Any, str], Any] | Non
         return _mapping(value, path, depth, leaf)
     if kind is list:
         return [_to(each, f"{path}[{place}]", depth + 1, leaf) for place, each in enumerate(value)]
-    if isinstance(value, tuple):
-        return {MARK: ["tuple", [_to(each, f"{path}[{i}]", depth + 1, leaf) for i, each in enumerate(value)]]}
-    if isinstance(value, (np.bool_, np.integer, np.floating)):
+    if isinstance(value, tuple):  # wrapped, it is two levels on the wire
+        return {MARK: ["tuple", [_to(each, f"{path}[{i}]", depth + 2, leaf) for i, each in enumerate(value)]]}
+    if isinstance(value, (np.bool_, np.integer, np.floating)) and not isinstance(value, np.longdouble):
         return _to(value.item(), path, depth, leaf)
     bases: tuple[Any, ...] = (int, float, str, bytes)
     for base in bases:  # an enum, a subclass of str: stored as what it is
@@ -83,9 +84,9 @@ def _mapping(value: Mapping[Any, Any], path: str, depth: int, leaf: Callable[[An
         else:
             return {key: _to(each, f"{path}.{key}", depth + 1, leaf) for key, each in value.items()}
     pairs = [
-        [_to(key, f"{path} (key)", depth + 1, leaf), _to(each, f"{path}[{key!r}]", depth + 1, leaf)]
+        [_to(key, f"{path} (key)", depth + 3, leaf), _to(each, f"{path}[{key!r}]", depth + 3, leaf)]
         for key, each in value.items()
-    ]
+    ]  # wrapped, it is three levels on the wire
     return {MARK: ["map", pairs]}
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import anyio
-import anyio.to_thread
-
 from pipeline.buffer import Batch, Group
 from pipeline.buffer.staleness import floor, staleness
 from pipeline.errors import ClosedError, ConfigError, Damaged, EndOfSource, ForebayError, Starved, UsageError
@@ -17,6 +14,7 @@ from pipeline.records import BatchHint
 from pipeline.runner.pool import Pool
 from pipeline.sampler.progress import add_counts
 from pipeline.store.segments import PayloadReader
+from pipeline.store.service import RunBlocking
 from pipeline.wiring.producing import Producer
 from pipeline.wiring.state import RunState
 
@@ -24,8 +22,10 @@ from pipeline.wiring.state import RunState
 class Consumer:
     """Hands out batches. One ``get_batch`` may wait at a time."""
 
-    def __init__(self, state: RunState, producer: Producer, pool: Callable[[], Pool]) -> None:
-        self._state, self._producer, self._pool = state, producer, pool
+    def __init__(
+        self, state: RunState, producer: Producer, pool: Callable[[], Pool], in_thread: RunBlocking[Any]
+    ) -> None:
+        self._state, self._producer, self._pool, self._in_thread = state, producer, pool, in_thread
         self.reader: PayloadReader | None = None
         self.closed = False
 
@@ -209,7 +209,7 @@ class Consumer:
         if absent:
             assert self.reader is not None
             reader = self.reader
-            read = await anyio.to_thread.run_sync(lambda: reader.read_many(absent))
+            read = await self._in_thread(lambda: reader.read_many(absent))
         groups = [self._group(lease.step, state.ledger.entries[uid], held[uid], read) for uid in lease.uids]
         return Batch(lease.step, groups, release=self.release, repeated=repeated)
 

@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
@@ -45,6 +45,8 @@ from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.saving import Capture, Saver, Saving, link_trainer
 from pipeline.wiring.state import RunState
 from pipeline.wiring.weights import Weights
+
+T = TypeVar("T")
 
 _ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -90,7 +92,7 @@ class Run:
         self.options = options
         self.state = RunState(tasks, options)
         self.producer = Producer(self.state)
-        self.consumer = Consumer(self.state, self.producer, self._the_pool)
+        self.consumer = Consumer(self.state, self.producer, self._the_pool, self.in_thread)
         self.weights = Weights(self.state, self.producer, self._the_pool)
         self.attached: dict[str, Stateful] = {}
         self.started = False
@@ -99,7 +101,7 @@ class Run:
         self._inline = inline
         self._layout = Layout(options.directory) if options.directory is not None else None
         self._lock = RunLock(self._layout.lock_file) if self._layout is not None else None
-        self._saver = Saver(self.state, self._files, self._layout) if self._layout is not None else None
+        self._saver = Saver(self.state, self._files, self._layout, self.in_thread) if self._layout is not None else None
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
@@ -114,7 +116,7 @@ class Run:
         self.state.clock = running_clock()
         self._supervisor = Supervisor("forebay supervisor")
         if self._layout is not None:
-            await self._in_thread(self._open_folder)
+            await self.in_thread(self._open_folder)
         try:
             await self._supervisor.start(self._body)
         except BaseException:
@@ -204,7 +206,7 @@ class Run:
                     self.state.record(Closed(self.state.clock.wall()))
                     await writer.close()
                 else:
-                    await self._in_thread(writer.writer.close)
+                    await self.in_thread(writer.writer.close)
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -267,7 +269,7 @@ class Run:
             if step is not None:
                 raise StoreError(f"resume(step={step}): {self.options.directory or 'memory'} holds no generation")
             return None
-        found: Found = await self._in_thread(lambda: self._find(step))
+        found: Found = await self.in_thread(lambda: self._find(step))
         return found
 
     def _find(self, step: int | None) -> Found:
@@ -334,7 +336,7 @@ class Run:
         await saver.acquire()
         capture = saver.begin("resume", [], list(self.attached))
         link_trainer(capture, found.stored)
-        await self._in_thread(lambda: capture.write_trainer(self._files))
+        await self.in_thread(lambda: capture.write_trainer(self._files))
         await saver.finish(capture)
         resumed = Resumed(
             step=state.ledger.step,
@@ -377,7 +379,7 @@ class Run:
         assert self._group is not None
         layout, options = self._layout, self.options
         tag = int(self.state.run_id[:16], 16)
-        writer = await self._in_thread(
+        writer = await self.in_thread(
             lambda: StoreWriter(
                 layout,
                 self._files,
@@ -491,5 +493,6 @@ class Run:
             raise ClosedError("the pipeline is not open; use `async with Pipeline(...) as pipe:`")
         return self._pool
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do what blocks off the loop; or on it, when the run is ``inline``."""
         return work() if self._inline else await anyio.to_thread.run_sync(work)

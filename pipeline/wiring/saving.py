@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from pipeline.checkpoint.generations import GenerationWriter, Stored, find_generations, retire
@@ -24,6 +24,7 @@ from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import Layout
 from pipeline.store.segments import SegmentInfo
+from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
 from pipeline.wiring.state import RunState
@@ -99,8 +100,8 @@ class Capture:
 class Saver:
     """Makes generations, one at a time: between :meth:`acquire` and the end of :meth:`finish`."""
 
-    def __init__(self, state: RunState, files: FilesLike, layout: Layout) -> None:
-        self._state, self._files, self._layout = state, files, layout
+    def __init__(self, state: RunState, files: FilesLike, layout: Layout, in_thread: RunBlocking[Any]) -> None:
+        self._state, self._files, self._layout, self._in_thread = state, files, layout, in_thread
         self._busy = False
         self._free = Signal()
         self._failed: ForebayError | None = None
@@ -169,9 +170,9 @@ class Saver:
             position, segments = await state.writer.sync()
             # The journal may have gone on since the capture; what counts is where it stood then.
             own = msgspec.structs.replace(position, sequence=capture.sequence)
-            stored = await anyio.to_thread.run_sync(self._commit, capture, [*self.journals, own], segments)
+            stored: Stored = await self._in_thread(lambda: self._commit(capture, [*self.journals, own], segments))
         except ForebayError as error:
-            await anyio.to_thread.run_sync(capture.abandon)
+            await self._in_thread(capture.abandon)
             saving = capture.saving
             state.log.error(events.GENERATION_FAILED, generation=saving.generation, step=saving.step, error=str(error))
             saving.end(error)

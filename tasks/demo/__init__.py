@@ -1,0 +1,1 @@
+"""The demo: CartPole trained from asynchronous rollouts, killed half way, and resumed."""
