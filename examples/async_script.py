@@ -37,7 +37,7 @@ def train_step(batch):
     return loss.item()
 
 
-async def main(directory, steps=200):
+async def main(directory):
     source = SequenceSource([{"x": n / 10} for n in range(-20, 20)])
     task = Task("line", source=source, run=measure, group_size=2, epochs=None, on_failure=Retry(attempts=3), timeout=10)
     async with Pipeline(task, directory=directory, max_staleness=2, concurrency=32) as pipe:
@@ -47,7 +47,7 @@ async def main(directory, steps=200):
             push(model)
         await pipe.start()
         print(f"from step {resumed.step}, {resumed.buffered} finished groups came back")
-        async for batch in pipe.batches(groups=8, until=resumed.step + steps):
+        async for batch in pipe.batches(groups=8, until=resumed.step + 200):
             loss = train_step(batch)
             async with pipe.weight_update(version=batch.step):
                 push(model)
@@ -57,4 +57,4 @@ async def main(directory, steps=200):
 
 
 if __name__ == "__main__":
-    anyio.run(main, *sys.argv[1:2] or ["runs/async"])
+    anyio.run(main, sys.argv[1] if len(sys.argv) > 1 else "runs/async")

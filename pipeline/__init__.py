@@ -35,4 +35,4 @@ from pipeline.runner.context import Context as Context
 from pipeline.sampler import Progress as Progress
 from pipeline.sync_form import SyncPipeline as SyncPipeline
 from pipeline.task import Task as Task
-from pipeline.wiring.run import Resumed as Resumed
+from pipeline.wiring.resuming import Resumed as Resumed

@@ -113,7 +113,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """Groups of a batch, if that is known beforehand. Left out, the first ``get_batch`` tells; until then a run with
     ``max_staleness`` starts nothing, because it cannot know how far ahead is too far."""
     strategy: Literal["asynchronous", "synchronous"] = "asynchronous"
-    """``synchronous``: nothing is produced but for the batch that is being waited for."""
+    """``synchronous``: nothing is produced but for the batch that is being waited for; batches are in draw order."""
     order: Literal["finished", "strict"] = "finished"
     """``strict``: batches are made in draw order, so that they never depend on how long rollouts take."""
     selector: Literal["stalest", "fifo"] = "stalest"

@@ -86,7 +86,7 @@ class Engine(Protocol):
 
     async def __aexit__(self, *exc: Any) -> bool | None: ...
 
-    async def run(self, task: Any, item: Item, ctx: Any) -> Rollout:
+    def run(self, task: Any, item: Item, ctx: Any) -> Awaitable[Rollout]:
         """Run one attempt and return what the runner returned; its errors pass through."""
         ...
 

@@ -329,6 +329,7 @@ class Ledger:
         for entry in entries:
             if entry.state != BUFFERED:
                 raise UsageError(f"uid {entry.uid} is {STATES[entry.state]}, not buffered; it cannot be leased")
+        for entry in entries:
             self._move(entry, LEASED)
         lease = Lease(step=step, uids=list(uids), lives=[entry.life for entry in entries])
         self.leases[step] = lease

@@ -35,12 +35,13 @@ from pipeline.interfaces import Engine
 from pipeline.ledger import Ledger
 from pipeline.observe import flatten
 from pipeline.records import Item, Rollout
-from pipeline.runner.context import Context
+from pipeline.runner.context import Context, RunFacts
 from pipeline.runner.policies import check_rollout
 from pipeline.sampler import Progress
 from pipeline.store.files import FilesLike
 from pipeline.task import Task
-from pipeline.wiring.run import Resumed, Run
+from pipeline.wiring.resuming import Resumed
+from pipeline.wiring.run import Run
 from pipeline.wiring.saving import Saving
 from pipeline.wiring.statistics import BatchStatistics, Statistics, take_statistics
 from pipeline.wiring.weights import Running
@@ -341,7 +342,7 @@ class Pipeline:
             ValueError: its reward is not finite.
         """
         item = Item(task.name, 0, index, 0, task.source.item(index))
-        ctx = Context(item, 0, 1, version, seed=seed, run="try_one")
+        ctx = Context(item, 0, 1, version, _run=RunFacts(seed, "try_one"))
         async with LocalEngine() as engine:
             with anyio.fail_after(task.timeout):
                 rollout = await engine.run(task, item, ctx)

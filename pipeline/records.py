@@ -77,8 +77,9 @@ class Rollout(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "traces", (given,))
         elif isinstance(given, Mapping):
             msgspec.structs.force_setattr(self, "traces", (Trace(given),))
-        elif type(given) is not tuple and isinstance(given, Sequence):
-            msgspec.structs.force_setattr(self, "traces", tuple(given))
+        elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+            traces = tuple(Trace(each) if isinstance(each, Mapping) else each for each in given)
+            msgspec.structs.force_setattr(self, "traces", traces)
 
     def __getitem__(self, name: str) -> Any:
         """Return the tensor ``name`` of the first trace that has it.

@@ -16,7 +16,7 @@ from pipeline.buffer import Batch
 from pipeline.errors import ClosedError, EndOfSource, ForebayError
 from pipeline.ledger import Ledger
 from pipeline.sampler import Progress
-from pipeline.wiring.run import Resumed
+from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.saving import Saving
 from pipeline.wiring.statistics import Statistics
 from pipeline.wiring.weights import Running

@@ -24,7 +24,10 @@ class Signal:
         """Wake every waiter whose predicate holds now. Call it after each change of state."""
         if self._waiters:
             for predicate, event in self._waiters:
-                if predicate():
+                try:
+                    if predicate():
+                        event.set()
+                except Exception:  # it is the waiter's, and raised again where it waits
                     event.set()
 
     @property

@@ -49,6 +49,9 @@ class GroupBuffer:
         if self._selector is not self._versions:
             self._selector.remove(uid)
 
+    def __contains__(self, uid: int) -> bool:
+        return uid in self._versions
+
     def opened(self, uid: int) -> None:
         """Note that ``uid`` is claimed or reopened; strict order waits for it."""
         if self._strict is not None:

@@ -76,6 +76,9 @@ class StalestSelector:
         """Return the least version held."""
         return min(self._buckets, default=None)
 
+    def __contains__(self, uid: int) -> bool:
+        return uid in self._versions
+
     def __len__(self) -> int:
         return len(self._versions)
 

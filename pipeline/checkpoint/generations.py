@@ -55,7 +55,7 @@ def find_generations(layout: Layout, run_id: str) -> Found:
         try:
             with open(path, "rb") as file:
                 manifest = decode_manifest(file.read(), path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except Damaged as error:
             damaged.append((int(name), error))
@@ -108,10 +108,14 @@ def check_generation(stored: Stored) -> None:
     """Compare every file of a generation with its manifest. Blocks.
 
     Raises:
-        Damaged: names the first file that is missing or changed.
+        Damaged: names the first file that is missing, changed, or no plain file of the generation's folder.
     """
+    root = os.path.realpath(stored.folder)
     for info in stored.manifest.files:
-        check_file(os.path.join(stored.folder, info.path), size=info.bytes, checksum=info.crc32c)
+        path = os.path.join(root, info.path)
+        if os.path.lexists(path) and (os.path.realpath(path) != path or not os.path.isfile(path)):
+            raise Damaged(f"{path}: a link or a special file, where the manifest lists a plain one")
+        check_file(path, size=info.bytes, checksum=info.crc32c)
 
 
 class GenerationWriter:
@@ -123,6 +127,7 @@ class GenerationWriter:
         self._final = os.path.join(layout.generations, f"{number:08d}")
         self.folder = self._final + ".part"
         self.infos: list[FileInfo] = []
+        self._renamed = False
 
     def begin(self) -> None:
         """Make the folder aside; what a crash left under its name is removed.
@@ -188,15 +193,19 @@ class GenerationWriter:
                 self._files.sync_directory(folder)
             self._files.sync_directory(self.folder)
             self._files.rename(self.folder, self._final)
+            self._renamed = True
             self._files.sync_directory(self._layout.generations)
             write_file(self._files, os.path.join(self._final, MANIFEST_FILE), encode_manifest(manifest))
         except OSError as error:
             raise WriteFailed(f"{self._final}: could not be committed: {error}") from error
+        self._renamed = False
         return Stored(self._final, manifest)
 
     def abandon(self) -> None:
-        """Remove what was written aside."""
+        """Remove what was written, after a failure: nothing stays, neither aside nor under the final name."""
         remove_tree(self._files, self.folder)
+        if self._renamed:
+            remove_tree(self._files, self._final)
 
     def _target(self, path: str) -> str:
         target = os.path.join(self.folder, path)

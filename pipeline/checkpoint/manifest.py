@@ -51,14 +51,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, str] = {}
     """What a generation of this kind usually holds and this one does not, and why."""
     checksum: str = ""
-    """crc32c of this manifest as encoded with an empty checksum."""
+    """crc32c of this manifest's compact JSON with an empty checksum, unknown fields and their order included."""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes, with its own checksum in it."""
-    bare = msgspec.structs.replace(manifest, checksum="")
-    checksum = f"{crc32c(msgspec.json.encode(bare)):08x}"
-    return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(bare, checksum=checksum))) + b"\n"
+    fields = msgspec.to_builtins(manifest)
+    fields["checksum"] = _checksum(fields)
+    return msgspec.json.format(msgspec.json.encode(fields)) + b"\n"
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    # Of the fields as they stand in the file: a version with more or fewer of them finds the same.
+    return f"{crc32c(msgspec.json.encode({**fields, 'checksum': ''})):08x}"
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
@@ -77,14 +82,12 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
                 "Install a newer forebay."
             )
         manifest = msgspec.convert(fields, Manifest)
-    except (msgspec.MsgspecError, AttributeError, TypeError) as error:
+    except (msgspec.MsgspecError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{where}: the manifest is damaged ({error})") from None
-    fields.pop("checksum", None)
-    bare = msgspec.json.encode(msgspec.structs.replace(manifest, checksum=""))
-    if f"{crc32c(bare):08x}" != manifest.checksum:
+    if _checksum(fields) != manifest.checksum:
         raise Damaged(f"{where}: the manifest was changed; its checksum does not fit")
     for info in manifest.files:
         parts = info.path.split("/")
-        if os.path.isabs(info.path) or ".." in parts or "" in parts:
+        if os.path.isabs(info.path) or {"", ".", ".."} & set(parts) or "\0" in info.path:
             raise Damaged(f"{where}: names the file {info.path!r}, which is not inside the generation's folder")
     return manifest

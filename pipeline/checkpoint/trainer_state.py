@@ -52,6 +52,10 @@ class CapturedState:
         if isinstance(value, (torch.Tensor, np.ndarray)):
             if hasattr(value, "device_mesh"):
                 raise PlainValueError(f"a DTensor at {path}; write it inside `async with pipe.checkpoint(step)`")
+            try:
+                _describe(value)
+            except (TypeError, RuntimeError) as error:
+                raise PlainValueError(f"{error} (at {path})") from None
             return {MARK: ["tensor" if isinstance(value, torch.Tensor) else "array", self._number(value)]}
         if isinstance(value, (torch.dtype, torch.device, torch.Size)):
             return {MARK: [type(value).__name__, str(value) if not isinstance(value, torch.Size) else list(value)]}
@@ -64,7 +68,9 @@ class CapturedState:
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
             key: tuple[Any, ...] = (id(value),)
             if value.numel():
-                key = (value.data_ptr(), value.dtype, tuple(value.shape), tuple(value.stride()), str(value.device))
+                # The same bytes may be read in two ways: a conjugate is a view with a bit set.
+                view = (tuple(value.shape), tuple(value.stride()), value.is_conj(), value.is_neg())
+                key = (value.data_ptr(), value.dtype, str(value.device), *view)
         else:
             key = (id(value),)
         if key not in self._places:

@@ -6,6 +6,7 @@ left in the task that entered it, and workers come and go.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import anyio
@@ -37,12 +38,14 @@ class LocalEngine:
         self._closing.set()
         return await self._group.__aexit__(*exc)
 
-    async def run(self, task: Task, item: Item, ctx: Any) -> Rollout:
+    def run(self, task: Task, item: Item, ctx: Any) -> Awaitable[Rollout]:
         """Run one attempt in the calling task."""
+        return task.run(item, ctx) if task.resource is None else self._run_with_resource(task, item, ctx)
+
+    async def _run_with_resource(self, task: Task, item: Item, ctx: Any) -> Rollout:
         given = task.resource
-        if given is None:
-            return await task.run(item, ctx)
-        if not callable(given):
+        # Asked first: what @asynccontextmanager makes is callable too, as a decorator.
+        if hasattr(given, "__aenter__") and not isinstance(given, type):
             ctx.resource = await self._shared_resource(task.name, given)
             return await task.run(item, ctx)
         free = self._free.setdefault(task.name, [])
@@ -71,21 +74,18 @@ class LocalEngine:
         return opened
 
     async def _hold(self, manager: Any, *, task_status: anyio.abc.TaskStatus[Any]) -> None:
+        opened = False
         try:
-            resource = await manager.__aenter__()
+            # No scope of ours around it: the manager may hold one of its own from its entry to its exit.
+            async with manager as resource:
+                opened = True
+                task_status.started(resource)
+                await self._closing.wait()
         except Exception as error:
+            if opened:
+                raise
             # The attempt that asked for it fails, under its task's policy; the engine goes on.
             task_status.started(_NotOpened(error))
-            return
-        try:
-            task_status.started(resource)
-            await self._closing.wait()
-        except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await manager.__aexit__(type(error), error, error.__traceback__)
-            raise
-        with anyio.CancelScope(shield=True):
-            await manager.__aexit__(None, None, None)
 
 
 class _NotOpened:

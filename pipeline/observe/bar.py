@@ -128,11 +128,15 @@ class ProgressBar:
         if self._drawn is not None:
             self._drawn.n = self._step
             self._drawn.set_postfix_str(_text(self._figures), refresh=False)
-            self._give_up_on_error(self._drawn.refresh)
+            self._give_up_on_error(self._redraw)
         elif math.isfinite(self._interval):
             until = {} if self._total is None else {"until": self._total}
             figures = {name: float(f"{value:.4g}") for name, value in self._figures.items()}
             logger().info(RUN_ADVANCED, step=self._step, **until, **figures)
+
+    def _redraw(self) -> None:
+        with self._drawn.get_lock():  # tqdm's own way would keep its lock if the stream fails
+            self._drawn.refresh(nolock=True)
 
     def _give_up_on_error(self, draw: Callable[[], Any]) -> None:
         try:

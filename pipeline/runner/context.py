@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
-if TYPE_CHECKING:
-    from pipeline.records import Item
+from pipeline.records import Item
 
 
 class Slots(Protocol):
@@ -20,7 +20,25 @@ class Slots(Protocol):
     async def take_slot(self, ctx: Context) -> None: ...
 
 
-class Context:
+class RunFacts(msgspec.Struct, frozen=True):
+    """What all contexts of a run share."""
+
+    seed: int = 0
+    run: str = ""
+    version_now: Callable[[], int] | None = None
+    slots: Slots | None = None
+
+
+class _Defaults(msgspec.Struct, kw_only=True, eq=False):
+    resource: Any = None
+    deadline: float = float("inf")
+    has_slot: bool = True
+    _failures: int = 0
+    _run: RunFacts = RunFacts()
+    _rng: np.random.Generator | None = None
+
+
+class Context(_Defaults, eq=False):
     """One attempt: ``async def solve(item, ctx)``.
 
     Attributes:
@@ -32,42 +50,10 @@ class Context:
         deadline: time on the event loop's clock at which it is cut; infinity for none.
     """
 
-    __slots__ = (
-        "_failures",
-        "_rng",
-        "_run",
-        "_seed",
-        "_slots",
-        "_version_now",
-        "attempt",
-        "deadline",
-        "has_slot",
-        "item",
-        "member",
-        "resource",
-        "version",
-    )
-
-    def __init__(
-        self,
-        item: Item,
-        member: int,
-        attempt: int,
-        version: int,
-        *,
-        failures: int = 0,
-        seed: int = 0,
-        run: str = "",
-        version_now: Callable[[], int] | None = None,
-        slots: Slots | None = None,
-    ) -> None:
-        self.item, self.member, self.attempt, self.version = item, member, attempt, version
-        self.resource: Any = None
-        self.deadline = float("inf")
-        self.has_slot = True
-        self._failures, self._seed, self._run = failures, seed, run
-        self._version_now, self._slots = version_now, slots
-        self._rng: np.random.Generator | None = None
+    item: Item
+    member: int
+    attempt: int
+    version: int
 
     @property
     def uid(self) -> int:
@@ -77,7 +63,7 @@ class Context:
     @property
     def key(self) -> str:
         """A label for what this attempt makes outside: unique over all runs."""
-        return f"{self._run}/{self.item.uid}/{self.member}/{self.attempt}"
+        return f"{self._run.run}/{self.item.uid}/{self.member}/{self.attempt}"
 
     @property
     def rng(self) -> np.random.Generator:
@@ -86,14 +72,15 @@ class Context:
         An attempt that is cut by a crash starts again with the same stream; one after a failure gets another.
         """
         if self._rng is None:
-            key = (self._seed % 2**64, self.item.uid, self.member, self._failures)
+            key = (self._run.seed % 2**64, self.item.uid, self.member, self._failures)
             self._rng = np.random.default_rng(key)
         return self._rng
 
     @property
     def version_changed(self) -> bool:
         """Whether the weights have been updated since this attempt started."""
-        return self._version_now is not None and self._version_now() != self.version
+        now = self._run.version_now
+        return now is not None and now() != self.version
 
     def scoring(self) -> AbstractAsyncContextManager[None]:
         """Give the slot back while a judge works; it is waited for again at the end.
@@ -107,11 +94,12 @@ class Context:
 
     @asynccontextmanager
     async def _scoring(self) -> AsyncIterator[None]:
-        if self._slots is None:
+        slots = self._run.slots
+        if slots is None:
             yield
             return
-        self._slots.give_slot(self)
+        slots.give_slot(self)
         try:
             yield
         finally:
-            await self._slots.take_slot(self)
+            await slots.take_slot(self)

@@ -77,7 +77,7 @@ def _check_versions(given: Rollout, item: Item) -> None:
         raise RolloutInvalid(f"{item}: field tokens: a count of at least 0 is needed, found {given.tokens!r}")
 
 
-def _is_finite(reward: Real) -> bool:
+def _is_finite(reward: float) -> bool:
     try:
         return math.isfinite(reward)
     except OverflowError:  # an integer beyond every float

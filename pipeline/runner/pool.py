@@ -6,39 +6,36 @@ Guarantees:
 * when work appears, every free slot has it within one turn of the loop (``pump`` assigns jobs itself);
 * a slot that was given away for scoring is taken back before new work gets it.
 
-Workers keep one cancel scope over many attempts and set its deadline for each: a scope and a timer per attempt would
-cost more than all the rest. A scope that was cancelled is left and a new one entered.
+Workers keep one cancel scope over many attempts, and attempts with the same timeout share a timer: a scope and a timer
+per attempt would cost more than all the rest. A scope that was cancelled is left and a new one entered.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import anyio
 import anyio.abc
 import anyio.lowlevel
 
 from pipeline.interfaces import Engine
-from pipeline.records import Item, Rollout
+from pipeline.records import Rollout
 from pipeline.runner.context import Context
+from pipeline.runner.deadlines import TimeLimit
 from pipeline.task import Task
 
 _TURN = 16  # attempts after which a worker lets others run, though its runner never waits
+_TIMEOUT: Final = "timeout"
 
 
-class Job:
-    """An attempt that has been recorded as started."""
+class Job(Context, eq=False):
+    """An attempt that has been recorded as started; what its runner sees of it is the context."""
 
-    __slots__ = ("attempt", "ctx", "item", "life", "member", "started", "task", "uid")
-
-    def __init__(
-        self, task: Task, item: Item, member: int, attempt: int, life: int, ctx: Context, started: float
-    ) -> None:
-        self.task, self.item, self.uid, self.member = task, item, item.uid, member
-        self.attempt, self.life, self.ctx, self.started = attempt, life, ctx, started
+    task: Task
+    life: int
+    started: float
 
 
 class Work(Protocol):
@@ -58,13 +55,14 @@ class Work(Protocol):
 
 
 class _Worker:
-    __slots__ = ("abort", "job", "scope", "wake")
+    __slots__ = ("cut", "job", "scope", "wake")
 
     def __init__(self, job: Job) -> None:
         self.job: Job | None = job
         self.scope: anyio.CancelScope | None = None
         self.wake: anyio.Event | None = None
-        self.abort: str | None = None
+        self.cut: str | None = None
+        """Why the attempt is being cancelled; the first reason counts."""
 
 
 class Pool:
@@ -80,6 +78,8 @@ class Pool:
         self._idle: list[_Worker] = []
         self._slot_waiters: deque[tuple[Context, anyio.Event]] = deque()
         self._drained: list[anyio.Event] = []
+        self._limits: dict[float, TimeLimit[_Worker]] = {}
+        self._last: _Worker | None = None  # whoever began the last attempt
         self._group: anyio.abc.TaskGroup | None = None
         self._closing = False
 
@@ -107,7 +107,7 @@ class Pool:
             job = self._work.next_job()
             if job is None:
                 return
-            self._took(job)
+            self._took()
             if self._idle:
                 worker = self._idle.pop()
                 worker.job = job
@@ -121,9 +121,8 @@ class Pool:
     def abort(self, reason: str) -> None:
         """Interrupt every attempt in flight; they end as interrupted with ``reason``."""
         for worker in self._workers:
-            if worker.job is not None and worker.scope is not None:
-                worker.abort = reason
-                worker.scope.cancel(reason)
+            if worker.job is not None:
+                self._cut(worker, reason)
 
     async def drained(self) -> None:
         """Return once nothing is in flight and nothing is being scored."""
@@ -169,14 +168,14 @@ class Pool:
             self._retake(ctx)
             event.set()
 
-    def _took(self, job: Job) -> None:
+    def _took(self) -> None:
         self.in_flight += 1
         if self.in_flight > self.peak:
             self.peak = self.in_flight
 
     def _ended(self, worker: _Worker, job: Job) -> None:
         worker.job = None
-        if job.ctx.has_slot:
+        if job.has_slot:
             self._free_slot()
         else:
             self.scoring -= 1
@@ -192,7 +191,7 @@ class Pool:
             while not self._closing:
                 with anyio.CancelScope() as worker.scope:
                     await self._serve(worker, worker.scope)
-                worker.abort = None
+                worker.cut = None
         finally:
             self._workers.discard(worker)
             # Assigned and cancelled before it began to run.
@@ -202,59 +201,76 @@ class Pool:
                 self._work.interrupted(job, "shutdown")
 
     async def _serve(self, worker: _Worker, scope: anyio.CancelScope) -> None:
+        # The attempt itself is awaited here, and not in a method of its own: each coroutine around a runner is passed
+        # at every one of its resumptions.
+        work, run = self._work, self._engine.run
         served = 0
         while not scope.cancel_called:
-            job = worker.job
+            job = worker.job or self._next_job(worker)
             if job is None:
-                if self.in_flight < self.concurrency:
-                    job = self._work.next_job()
-                if job is None:
-                    worker.wake = anyio.Event()
-                    self._idle.append(worker)
-                    await worker.wake.wait()
-                    continue
-                self._took(job)
-                worker.job = job
-                if self.in_flight < self.concurrency:  # a group has come: its other members are work as well
-                    self.pump()
-            await self._attempt(worker, job, scope)
-            served += 1
-            if served % _TURN == 0:
+                worker.wake = anyio.Event()
+                self._idle.append(worker)
+                await worker.wake.wait()
+                continue
+            timeout = job.task.timeout
+            limit = None if timeout is None else self._begin(worker, job, timeout)
+            self._last = worker
+            try:
+                rollout = await run(job.task, job.item, job)
+                if limit is not None:
+                    limit.end(worker)
+                room = work.room()
+                if room is not None:
+                    await room
+            except BaseException as error:
+                if limit is not None:
+                    limit.end(worker)
+                self._ended(worker, job)
+                self._failed(worker, job, error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                self._ended(worker, job)
+                work.finished(job, rollout)
+            # Others have begun attempts meanwhile, or else this runner may be one that never waits.
+            served = served + 1 if self._last is worker else 0
+            if served == _TURN:
+                served = 0
                 await anyio.lowlevel.checkpoint()
 
-    async def _attempt(self, worker: _Worker, job: Job, scope: anyio.CancelScope) -> None:
-        timeout = job.task.timeout
-        if timeout is not None:
-            job.ctx.deadline = scope.deadline = self._now() + timeout
-        try:
-            rollout = await self._engine.run(job.task, job.item, job.ctx)
-            if timeout is not None:
-                scope.deadline = math.inf
-            room = self._work.room()
-            if room is not None:
-                await room
-        except Exception as error:
-            if timeout is not None:
-                scope.deadline = math.inf
-            self._ended(worker, job)
-            if scope.cancel_called:
-                self._cut(worker, job)
-            else:
-                self._work.failed(job, error, "error")
-            return
-        except BaseException:
-            self._ended(worker, job)
-            self._cut(worker, job)
-            raise
-        self._ended(worker, job)
-        self._work.finished(job, rollout)
+    def _next_job(self, worker: _Worker) -> Job | None:
+        if self.in_flight >= self.concurrency:
+            return None
+        job = self._work.next_job()
+        if job is not None:
+            self._took()
+            worker.job = job
+            if self.in_flight < self.concurrency:  # a group has come: its other members are work as well
+                self.pump()
+        return job
 
-    def _cut(self, worker: _Worker, job: Job) -> None:
-        """An attempt was cancelled: by an abort, by its deadline, or because everything ends."""
-        if worker.abort is not None:
-            self._work.interrupted(job, worker.abort)
-        elif self._closing or self._now() < job.ctx.deadline:
-            self._work.interrupted(job, "shutdown")
+    def _begin(self, worker: _Worker, job: Job, timeout: float) -> TimeLimit[_Worker]:
+        limit = self._limits.get(timeout)
+        if limit is None:
+            assert self._group is not None
+            limit = self._limits[timeout] = TimeLimit(timeout, self._now, lambda late: self._cut(late, _TIMEOUT))
+            self._group.start_soon(limit.watch, name="forebay time limit")
+        job.deadline = limit.begin(worker)
+        return limit
+
+    def _cut(self, worker: _Worker, reason: str) -> None:
+        """Cancel the worker's attempt."""
+        if worker.scope is not None and worker.cut is None:
+            worker.cut = reason
+            worker.scope.cancel(reason)
+
+    def _failed(self, worker: _Worker, job: Job, error: BaseException) -> None:
+        """An attempt failed, or was cancelled: by an abort, by its deadline, or because everything ends."""
+        assert worker.scope is not None
+        if isinstance(error, Exception) and not worker.scope.cancel_called:
+            self._work.failed(job, error, "error")
+        elif worker.cut == _TIMEOUT:
+            late = TimeoutError(f"{job.item}: the attempt took longer than timeout={job.task.timeout} s")
+            self._work.failed(job, late, "timeout")
         else:
-            error = TimeoutError(f"{job.item}: the attempt took longer than timeout={job.task.timeout} s")
-            self._work.failed(job, error, "timeout")
+            self._work.interrupted(job, worker.cut or "shutdown")

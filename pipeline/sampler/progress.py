@@ -7,6 +7,7 @@ and written back. Every version ever written has a golden file in ``tests/golden
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ class Progress(msgspec.Struct, kw_only=True):
 
 def encode_progress(progress: Progress, unknown: Mapping[str, Any] | None = None) -> bytes:
     """Return the JSON of a progress and of the unknown fields that came with its file."""
-    fields = {**(unknown or {}), **msgspec.to_builtins(progress)}
+    fields = {**(unknown or {}), **_spelled(msgspec.to_builtins(progress))}
     return msgspec.json.format(msgspec.json.encode(fields)) + b"\n"
 
 
@@ -75,12 +76,29 @@ def decode_progress(raw: bytes, where: str = "progress") -> tuple[Progress, dict
                 f"{where}: progress has format {version}; this version reads up to {PROGRESS_VERSION}. "
                 "Install a newer forebay."
             )
-        progress = msgspec.convert(fields, Progress)
-    except msgspec.MsgspecError as error:
+        known = set(Progress.__struct_fields__)
+        progress = msgspec.convert({name: _unspelled(fields[name]) for name in fields if name in known}, Progress)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged(f"{where}: not a progress file ({error})") from None
     progress.format_version = PROGRESS_VERSION
-    known = set(Progress.__struct_fields__)
     return progress, {name: value for name, value in fields.items() if name not in known}
+
+
+def _spelled(value: Any) -> Any:
+    """JSON has no infinities and no NaN, and a sum of finite rewards may overflow: they are written as text."""
+    if isinstance(value, dict):
+        return {key: _spelled(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_spelled(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unspelled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unspelled(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_unspelled(each) for each in value]
+    return float(value) if value in ("inf", "-inf", "nan") else value
 
 
 def restore_in_place(progress: Progress, given: Progress) -> None:

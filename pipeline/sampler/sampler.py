@@ -48,6 +48,8 @@ class Cursor(msgspec.Struct):
     position: int = 0
     length: int = 0
     mark: SourceMark = SourceMark()
+    base: int = 0
+    """The epoch in which the task was begun anew last: what ``epochs`` counts from."""
 
     @property
     def at_end(self) -> bool:
@@ -84,31 +86,29 @@ class Sampler:
 
     def draw(self) -> Draw | None:
         """Return the next item in order, or None when every source has been drawn to its end."""
-        while True:
-            name = self._open[0] if len(self._open) == 1 else self.mixture.next(self._open)
-            if name is None:
-                return None
-            drawn = self._draw_of(name)
-            if drawn is not None:
-                return drawn
-            self._open.remove(name)
+        # Those at their end leave first: who is next hangs on who takes part, in life as after a recovery.
+        self._open = [name for name in self._open if not self._ended(name)]
+        name = self._open[0] if len(self._open) == 1 else self.mixture.next(self._open)
+        return None if name is None else self._draw_of(name)
 
     @property
     def exhausted(self) -> bool:
         """Whether :meth:`draw` would return None."""
         return self.draw() is None
 
-    def _draw_of(self, name: str) -> Draw | None:
+    def _ended(self, name: str) -> bool:
+        plan, cursor = self._plans[name], self.cursors[name]
+        if not cursor.at_end:
+            return False
+        return (plan.epochs is not None and cursor.epoch + 1 - cursor.base >= plan.epochs) or plan.source.length() == 0
+
+    def _draw_of(self, name: str) -> Draw:
         plan, cursor = self._plans[name], self.cursors[name]
         epoch, position, length, began = cursor.epoch, cursor.position, cursor.length, None
         if cursor.at_end:
             epoch, position = epoch + 1, 0
-            if plan.epochs is not None and epoch >= plan.epochs:
-                return None
             # The length is fixed for an epoch when it begins: what is added meanwhile counts from the next.
             given = plan.source.length()
-            if given == 0:
-                return None
             length = -1 if given is None else given
             began = EpochBegan(name, epoch, length, plan.source.mark())
         return Draw(name, epoch, position, self._index(plan, epoch, position, length), began)
@@ -135,19 +135,23 @@ class Sampler:
         self.mixture.count(event.task)
 
     def _epoch_began(self, event: EpochBegan) -> None:
-        self.cursors[event.task] = Cursor(event.epoch, 0, event.length, event.mark)
+        before = self.cursors.get(event.task)
+        base = event.epoch if event.restarted else before.base if before is not None else 0
+        self.cursors[event.task] = Cursor(event.epoch, 0, event.length, event.mark, base)
         if event.task in self._plans and event.task not in self._open:
             self._open = [name for name in self._plans if name in self._open or name == event.task]
+        if event.restarted:
+            self.mixture.set_shares(self.mixture.shares)
 
     def _mixed(self, event: Mixed) -> None:
         self.mixture.set_shares(event.shares)
 
 
-def check_marks(sampler: Sampler, plans: Mapping[str, DrawPlan]) -> list[str]:
+def check_marks(sampler: Sampler, plans: Mapping[str, DrawPlan]) -> list[tuple[str, SourceMark, SourceMark]]:
     """Compare each task's source with the one that the run was begun with.
 
     Returns:
-        A sentence for each source that is the same but has grown or been corrected.
+        Task, mark before and mark now of each source that is the same but has grown or been corrected.
 
     Raises:
         SourceError: a source is another one, or has become shorter than what was drawn of it.
@@ -170,5 +174,5 @@ def check_marks(sampler: Sampler, plans: Mapping[str, DrawPlan]) -> list[str]:
                 f"task {name!r}: its source had {before.length} items when epoch {cursor.epoch} began and has "
                 f"{now.length} now. Give the source its rows back, or resume(restart=[{name!r}]) to begin it anew."
             )
-        notes.append(f"task {name!r}: the source changed from {before} to {now}; new rows count from the next epoch")
+        notes.append((name, before, now))
     return notes

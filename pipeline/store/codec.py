@@ -44,20 +44,20 @@ _TORCH_TO_NAME: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _NAME_TO_TORCH = {name: dtype for dtype, name in _TORCH_TO_NAME.items()}
-_NUMPY_TO_NAME: dict[str, str] = {
-    "f8": "F64",
-    "i8": "I64",
-    "u8": "U64",
-    "c8": "C64",
-    "f4": "F32",
-    "i4": "I32",
-    "u4": "U32",
-    "f2": "F16",
-    "i2": "I16",
-    "u2": "U16",
-    "i1": "I8",
-    "u1": "U8",
-    "b1": "BOOL",
+_NUMPY_TO_NAME: dict[np.dtype[Any], str] = {
+    np.dtype("<f8"): "F64",
+    np.dtype("<i8"): "I64",
+    np.dtype("<u8"): "U64",
+    np.dtype("<c8"): "C64",
+    np.dtype("<f4"): "F32",
+    np.dtype("<i4"): "I32",
+    np.dtype("<u4"): "U32",
+    np.dtype("<f2"): "F16",
+    np.dtype("<i2"): "I16",
+    np.dtype("<u2"): "U16",
+    np.dtype("i1"): "I8",
+    np.dtype("u1"): "U8",
+    np.dtype("?"): "BOOL",
 }
 # numpy has no such types: their bits travel as integers of the same size.
 _BITS = {
@@ -86,7 +86,7 @@ class PayloadHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     info: dict[str, Any] = {}
 
 
-class TensorBytes(NamedTuple):
+class TensorBytes(msgspec.Struct, frozen=True):
     """A tensor ready to be written: its safetensors dtype, shape and contiguous little-endian bytes."""
 
     dtype: str
@@ -103,10 +103,13 @@ class _Layout(NamedTuple):
     order: list[int]
     prefix: str
     data_bytes: int
+    heads: dict[int, bytes]
+    """Length and JSON as they stand at the beginning of a blob, by the length of its item header."""
 
 
 _layouts: dict[tuple[Any, ...], _Layout] = {}  # headers by names, dtypes and shapes; bounded below
 _MOST_LAYOUTS = 512
+_MOST_HEADS = 64
 
 
 def tensor_bytes(value: Any) -> TensorBytes:
@@ -120,15 +123,28 @@ def tensor_bytes(value: Any) -> TensorBytes:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("a masked array cannot be stored; store its data and its mask as two tensors")
     array = np.asarray(value)
-    name = _NUMPY_TO_NAME.get(array.dtype.str[1:])
+    name = _NUMPY_TO_NAME.get(array.dtype)
+    if name is None and array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+        name = _NUMPY_TO_NAME.get(array.dtype)
     if name is None:
         raise TypeError(f"dtype {array.dtype} of a {type(value).__name__} cannot be stored")
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
     return TensorBytes(name, array.shape, np.ascontiguousarray(array), array.itemsize)
 
 
 def _torch_bytes(value: torch.Tensor) -> TensorBytes:
+    name, bits = _TORCH_TO_NAME.get(value.dtype), _BITS.get(value.dtype)
+    try:
+        plain = value.detach() if value.requires_grad else value
+        array = plain.numpy() if bits is None else plain.contiguous().view(bits).numpy()
+    except (RuntimeError, TypeError):  # another device, lazily conjugated, sparse, ...
+        return _unusual_torch_bytes(value)
+    if name is None:
+        return _unusual_torch_bytes(value)
+    return TensorBytes(name, array.shape, np.ascontiguousarray(array), array.itemsize)
+
+
+def _unusual_torch_bytes(value: torch.Tensor) -> TensorBytes:
     name = _TORCH_TO_NAME.get(value.dtype)
     if name is None or value.layout != torch.strided or value.is_quantized:
         raise TypeError(f"a {value.layout} tensor of dtype {value.dtype} cannot be stored; make it dense")
@@ -147,8 +163,8 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
     Raises:
         RolloutInvalid: a tensor or a value of ``info`` cannot be stored; names task, item and field.
     """
-    names: list[str] = []
-    tensors: list[TensorBytes] = []
+    arrays: list[Any] = []
+    key: list[Any] = []  # all that a safetensors header depends on
     traces: list[tuple[str, str]] = []
     for number, trace in enumerate(rollout.traces):
         if not isinstance(trace.agent, str) or not isinstance(trace.policy, str):
@@ -159,10 +175,11 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
         for name, value in trace.tensors.items():
             try:
                 name.encode()  # a lone surrogate could be written, and never be read again
-                tensors.append(tensor_bytes(value))
+                tensor = tensor_bytes(value)
             except (TypeError, ValueError, OverflowError) as error:
                 raise RolloutInvalid(f"{item}: field {name!r} of trace {number}: {error}") from None
-            names.append(f"{number}.{name}")
+            arrays.append(tensor.array)
+            key += (number, name, tensor.dtype, tensor.shape)
     header = _encode(
         PayloadHeader(
             item.uid,
@@ -180,7 +197,7 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
         ),
         item,
     )
-    return _join(names, tensors, header)
+    return _join(tuple(key), arrays, header)
 
 
 def _encode(header: PayloadHeader, item: Item) -> bytes:
@@ -194,42 +211,46 @@ def _encode(header: PayloadHeader, item: Item) -> bytes:
         raise RolloutInvalid(f"{item}: cannot be encoded: {error}") from None
 
 
-def _join(names: list[str], tensors: list[TensorBytes], item: bytes) -> bytes:
-    key = (*names, *((tensor.dtype, tensor.shape) for tensor in tensors))
+def _join(key: tuple[Any, ...], arrays: list[Any], item: bytes) -> bytes:
     layout = _layouts.get(key)
     if layout is None:
-        layout = _plan(names, tensors)
+        layout = _plan(key, arrays)
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
         _layouts[key] = layout
-    end = layout.data_bytes + len(item)
+    head = layout.heads.get(len(item)) or _head(layout, len(item))
+    if len(arrays) == 1:
+        return b"".join((head, arrays[0], item))
+    return b"".join((head, *[arrays[place] for place in layout.order], item))
+
+
+def _head(layout: _Layout, length: int) -> bytes:
+    end = layout.data_bytes + length
     text = (
-        f'{layout.prefix}"{ITEM_KEY}":{{"dtype":"U8","shape":[{len(item)}],'
-        f'"data_offsets":[{layout.data_bytes},{end}]}}}}'
+        f'{layout.prefix}"{ITEM_KEY}":{{"dtype":"U8","shape":[{length}],"data_offsets":[{layout.data_bytes},{end}]}}}}'
     ).encode()
     # Spaces after the JSON are part of the format; they put the data at a multiple of 64 bytes.
     text += b" " * (-(8 + len(text)) % _ALIGN)
-    chunks: list[Any] = [len(text).to_bytes(8, "little"), text]
-    chunks += [tensors[place].array for place in layout.order]
-    chunks.append(item)
-    return b"".join(chunks)
+    head = len(text).to_bytes(8, "little") + text
+    if len(layout.heads) < _MOST_HEADS:
+        layout.heads[length] = head
+    return head
 
 
-def _plan(names: list[str], tensors: list[TensorBytes]) -> _Layout:
+def _plan(key: tuple[Any, ...], arrays: list[np.ndarray]) -> _Layout:
     # Wide dtypes first: every tensor is then aligned to its own item size without gaps.
-    order = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
+    order = sorted(range(len(arrays)), key=lambda place: -arrays[place].itemsize)
     offset = 0
     parts = []
     for place in order:
-        tensor = tensors[place]
-        end = offset + tensor.array.nbytes
-        shape = ",".join(map(str, tensor.shape))
+        number, name, dtype, shape = key[4 * place : 4 * place + 4]
+        end = offset + arrays[place].nbytes
         parts.append(
-            f'{json.dumps(names[place])}:{{"dtype":"{tensor.dtype}","shape":[{shape}],'
+            f'{json.dumps(f"{number}.{name}")}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
             f'"data_offsets":[{offset},{end}]}},'
         )
         offset = end
-    return _Layout(order, "{" + "".join(parts), offset)
+    return _Layout(order, "{" + "".join(parts), offset, {})
 
 
 class _Entry(msgspec.Struct, frozen=True):

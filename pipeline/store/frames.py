@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 import google_crc32c
@@ -135,13 +135,16 @@ def read_frame(file: BinaryIO, offset: int, where: str) -> Frame | None:
     return Frame(offset, header, payload)
 
 
-def scan(path: str, *, run_tag: int, promised: int = 0) -> Iterator[Frame]:
+def scan(
+    path: str, *, run_tag: int, promised: int = 0, torn: Callable[[str, int, int], None] | None = None
+) -> Iterator[Frame]:
     """Yield the whole frames of a file from its beginning to its end, or to the first that is torn.
 
     Args:
         path: the file.
         run_tag: frames of another run are refused.
         promised: bytes that a generation counts on; a torn frame before it is damage.
+        torn: told (path, offset, bytes left) when the file ends in a torn frame that nobody counts on.
 
     Raises:
         Damaged: a frame is bad before ``promised``, or before a later synced mark.
@@ -167,6 +170,8 @@ def scan(path: str, *, run_tag: int, promised: int = 0) -> Iterator[Frame]:
                 f"{path} at byte {offset}: the record is damaged, though {max(promised, offset)} bytes of the "
                 f"file were written and synced. Restore the file from a copy, or resume an older generation."
             )
+    if offset < size and torn is not None:
+        torn(path, offset, size - offset)
 
 
 def _synced_after(file: BinaryIO, offset: int, size: int, where: str) -> bool:

@@ -6,7 +6,7 @@ Writing them is :mod:`pipeline.store.writer`'s work.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,9 @@ from pipeline.store.layout import JournalName, Layout
 
 encode_events = msgspec.msgpack.Encoder().encode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
+
+
+TornHook = Callable[[str, int, int], None]
 
 
 class Logged(NamedTuple):
@@ -40,7 +43,9 @@ class JournalPosition(msgspec.Struct, frozen=True, kw_only=True):
     """How long the file was at the least: before this, a bad record is damage."""
 
 
-def read_journal(name: JournalName, *, run_tag: int, promised: int = 0) -> Iterator[Logged]:
+def read_journal(
+    name: JournalName, *, run_tag: int, promised: int = 0, torn: TornHook | None = None
+) -> Iterator[Logged]:
     """Yield the events of one journal, up to a torn end.
 
     Raises:
@@ -49,7 +54,7 @@ def read_journal(name: JournalName, *, run_tag: int, promised: int = 0) -> Itera
         NewerFormat: a frame, or an event, that this version does not know.
     """
     expected = 1
-    for frame in scan(name.path, run_tag=run_tag, promised=promised):
+    for frame in scan(name.path, run_tag=run_tag, promised=promised, torn=torn):
         if frame.header.kind != EVENTS:
             continue
         at = f"{name.path} at byte {frame.offset}"
@@ -74,7 +79,11 @@ def read_journal(name: JournalName, *, run_tag: int, promised: int = 0) -> Itera
 
 
 def read_journals(
-    layout: Layout, *, run_tag: int, promised: Mapping[tuple[int, int], int] | None = None
+    layout: Layout,
+    *,
+    run_tag: int,
+    promised: Mapping[tuple[int, int], int] | None = None,
+    torn: TornHook | None = None,
 ) -> Iterator[Logged]:
     """Yield the events of every journal of a run, by (incarnation, rank, sequence).
 
@@ -82,13 +91,15 @@ def read_journals(
         layout: the run's paths.
         run_tag: the run's tag.
         promised: by (incarnation, rank), how many bytes a generation counts on.
+        torn: told (path, offset, bytes left) of each journal that ends in a torn record.
 
     Raises:
         Damaged: also when a journal that a generation counts on is missing.
     """
     wanted = dict(promised or {})
     for name in layout.list_journals():
-        yield from read_journal(name, run_tag=run_tag, promised=wanted.pop((name.incarnation, name.rank), 0))
+        counted = wanted.pop((name.incarnation, name.rank), 0)
+        yield from read_journal(name, run_tag=run_tag, promised=counted, torn=torn)
     missing = [layout.journal(*key) for key, size in wanted.items() if size]
     if missing:
         raise Damaged(f"{', '.join(map(os.path.basename, missing))}: missing from {layout.journals}")

@@ -25,6 +25,7 @@ from pipeline.store.files import FilesLike
 from pipeline.store.frames import FORMAT_VERSION
 
 RUN_FILE = "run.json"
+KIND = "forebay run"
 LOCK_FILE = "lock"
 _JOURNAL = re.compile(r"(\d+)-(\d+)\.fbj")
 _SEGMENT = re.compile(r"(\d+)-(\d+)-(\d+)\.fbs")
@@ -33,7 +34,7 @@ _SEGMENT = re.compile(r"(\d+)-(\d+)-(\d+)\.fbs")
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``run.json``."""
 
-    kind: str = "forebay run"
+    kind: str = KIND
     format_version: int = FORMAT_VERSION
     run_id: str = ""
 
@@ -95,8 +96,10 @@ class Layout:
         try:
             run = msgspec.json.decode(raw, type=RunFile)
             run.tag  # noqa: B018  the id must be hexadecimal
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Damaged(f"{self.run_file}: the run's marker is damaged ({error}); restore it from a copy") from None
+        if run.kind != KIND:
+            raise NotARun(f"{self.run_file}: it says {run.kind!r}, so {self.directory} is no run of forebay")
         if run.format_version > FORMAT_VERSION:
             raise NewerFormat(
                 f"{self.run_file}: the run has format {run.format_version}; this version reads up to "
@@ -109,7 +112,12 @@ class Layout:
             raise NotARun(f"{self.directory} is a file; directory= must name a folder, or nothing that exists")
         # A crash before the marker was written leaves no more than these.
         leftovers = {LOCK_FILE, RUN_FILE + ".part", "stop"}
-        foreign = sorted(set(_listdir(self.directory)) - leftovers)
+        empty = {
+            os.path.basename(folder)
+            for folder in (self.journals, self.segments, self.generations)
+            if os.path.isdir(folder) and not os.listdir(folder)
+        }
+        foreign = sorted(set(_listdir(self.directory)) - leftovers - empty)
         if foreign:
             shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise NotARun(

@@ -6,6 +6,8 @@ with the error: the supervisor hands it to whoever waits, and every later verb r
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
@@ -14,7 +16,7 @@ import anyio.to_thread
 
 from pipeline.store.journal import JournalPosition
 from pipeline.store.segments import SegmentInfo
-from pipeline.store.writer import StoreWriter
+from pipeline.store.writer import StoreWriter, WriteBatch
 from pipeline.waiting import Signal
 
 T = TypeVar("T")
@@ -35,6 +37,9 @@ class WriterService:
         self._lock = anyio.Lock(fast_acquire=True)
         self._work = Signal()
         self._room = Signal()
+        self._in_files = threading.Lock()
+        self._taken: deque[WriteBatch] = deque()
+        self._written: deque[WriteBatch] = deque()
 
     def notify(self) -> None:
         """Wake the writing task, after something was appended."""
@@ -47,7 +52,7 @@ class WriterService:
             WriteFailed: something could not be written.
         """
         while True:
-            await self._work.wait_for(lambda: not self.writer.idle)
+            await self._work.wait_for(self._anything)
             await self.flush()
 
     async def room(self) -> None:
@@ -55,15 +60,34 @@ class WriterService:
         await self._room.wait_for(lambda: not self.writer.full)
 
     async def flush(self) -> None:
-        """Write everything that was queued before this call."""
-        async with self._lock:
-            while not self.writer.idle:
-                batch = self.writer.take()
-                # Taken means owned: once taken it is written, whoever is cancelled meanwhile.
-                with anyio.CancelScope(shield=True):
-                    await self._blocking(lambda batch=batch: self.writer.write(batch))  # type: ignore[misc]
-                self.writer.done(batch)
-                self._room.notify()
+        """Write everything that was queued before this call.
+
+        Raises:
+            WriteFailed: it could not be written.
+        """
+        try:
+            async with self._lock:
+                while self._anything():
+                    # Taken means owned: it stays here until it is written, whoever is cancelled meanwhile. A shield
+                    # does not stop asyncio's own `task.cancel()` (`wait_for`): the next flush then goes on with it.
+                    if not self.writer.idle:
+                        self._taken.append(self.writer.take())
+                    with anyio.CancelScope(shield=True):
+                        await self._blocking(self._write_taken)
+                    while self._written:
+                        self.writer.done(self._written.popleft())
+                    self._room.notify()
+        except BaseException:
+            self._work.notify()
+            raise
+
+    def _anything(self) -> bool:
+        return bool(self._taken or self._written) or not self.writer.idle
+
+    def _write_taken(self) -> None:
+        while self._taken:
+            self.writer.write(self._taken[0])
+            self._written.append(self._taken.popleft())
 
     async def sync(self) -> tuple[JournalPosition, list[SegmentInfo]]:
         """Write everything queued and make it survive a loss of power."""
@@ -85,4 +109,9 @@ class WriterService:
     async def _blocking(self, work: Callable[[], T]) -> T:
         if self._inline:
             return work()
-        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+        return await anyio.to_thread.run_sync(lambda: self._alone(work), limiter=self._threads)
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        # The thread of a call that was cancelled may still be writing.
+        with self._in_files:
+            return work()

@@ -68,6 +68,7 @@ class StoreWriter:
         # The loop's side.
         self.sequence = 0
         self.queued_bytes = 0
+        self._untaken_bytes = 0
         self._events: list[AnyEvent] = []
         self._payloads: list[_Queued] = []
         self._segment, self._offset = 1, 0
@@ -81,14 +82,17 @@ class StoreWriter:
         self._unsynced_folders = {layout.journals}
         self.error: WriteFailed | None = None
         self._journal_path = layout.journal(incarnation, rank)
-        self._journal = files.create(self._journal_path)
+        try:
+            self._journal = files.create(self._journal_path)
+        except OSError as error:
+            raise self._failed("create", error) from error
 
     # -- the loop's side: never blocks ---------------------------------------------------------------------
 
     def append(self, event: AnyEvent) -> None:
         """Queue an event; its number in the journal is ``sequence`` afterwards."""
         self.sequence += 1
-        self.queued_bytes += _EVENT_COST
+        self._count(_EVENT_COST)
         self._events.append(event)
 
     def place(self, blob: bytes, uid: int, member: int, life: int) -> Location:
@@ -97,7 +101,7 @@ class StoreWriter:
             self._segment, self._offset = self._segment + 1, 0
         location = Location(self.incarnation, self.rank, self._segment, self._offset, len(blob))
         self._offset += frame_bytes(len(blob))
-        self.queued_bytes += len(blob) + _EVENT_COST
+        self._count(len(blob) + _EVENT_COST)
         self._payloads.append(_Queued(location, uid, member, life, blob))
         return location
 
@@ -113,13 +117,18 @@ class StoreWriter:
 
     def take(self) -> WriteBatch:
         """Take everything that is queued, to be handed to :meth:`write`."""
-        batch = WriteBatch(self.sequence - len(self._events) + 1, self._events, self._payloads, self.queued_bytes)
-        self._events, self._payloads = [], []
+        first = self.sequence - len(self._events) + 1
+        batch = WriteBatch(first, self._events, self._payloads, self._untaken_bytes)
+        self._events, self._payloads, self._untaken_bytes = [], [], 0
         return batch
 
     def done(self, batch: WriteBatch) -> None:
         """Note on the loop's side that ``batch`` has been written."""
         self.queued_bytes -= batch.cost
+
+    def _count(self, cost: int) -> None:
+        self.queued_bytes += cost
+        self._untaken_bytes += cost
 
     # -- the writing side: blocks --------------------------------------------------------------------------
 
@@ -147,7 +156,7 @@ class StoreWriter:
                 frame = self._frame(EVENTS, payload, batch.first, len(batch.events))
                 self.journal_bytes += self._files.write(self._journal, frame)
                 self.written = batch.first + len(batch.events) - 1
-        except OSError as error:
+        except Exception as error:  # also an event that cannot be encoded: a journal with a gap could not be read
             raise self._failed("write", error) from error
 
     def sync(self) -> tuple[JournalPosition, list[SegmentInfo]]:
@@ -177,18 +186,27 @@ class StoreWriter:
         return position, [self._segments[number] for number in sorted(self._segments)]
 
     def close(self) -> None:
-        """Seal the open segment and close the files."""
+        """Seal the open segment and close the files.
+
+        Raises:
+            WriteFailed: that could not be done. What was written stays.
+        """
+        before = self.error
         try:
-            if self._segment_handle >= 0 and self.error is None:
+            if self._segment_handle >= 0 and before is None:
                 self._seal()
         except OSError as error:
-            raise self._failed("seal", error) from error
-        finally:
-            if self._journal >= 0:
-                self._files.close(self._journal)
-            if self._segment_handle >= 0:
-                self._files.close(self._segment_handle)
-            self._journal = self._segment_handle = -1
+            self._failed("seal", error)
+        for handle in (self._journal, self._segment_handle):
+            try:
+                if handle >= 0:
+                    self._files.close(handle)
+            except OSError as error:
+                if self.error is None:
+                    self._failed("close", error)
+        self._journal = self._segment_handle = -1
+        if self.error is not before:
+            self._guard()
 
     def _frame(self, kind: int, payload: bytes, sequence: int, number: int = 0, life: int = 0) -> tuple[bytes, ...]:
         return encode_frame(
@@ -230,9 +248,10 @@ class StoreWriter:
         if self.error is not None:
             raise self.error
 
-    def _failed(self, verb: str, error: OSError) -> WriteFailed:
+    def _failed(self, verb: str, error: Exception) -> WriteFailed:
         self.error = WriteFailed(
             f"could not {verb} the journal or segments of {self._layout.directory}: {error}. "
             "Everything up to the last committed generation is safe; free space or mend the disk, then resume."
         )
+        self.error.__cause__ = error
         return self.error

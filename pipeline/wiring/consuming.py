@@ -38,6 +38,7 @@ class Consumer:
             RolloutFailed: a task's policy is to stop at a failure.
         """
         state = self._state
+        begun = state.clock.now()
         self._check(groups)
         step = state.ledger.next_step
         state.progress.batch_groups = groups
@@ -59,7 +60,14 @@ class Consumer:
         except BaseException:
             self.release(lease.step)
             raise
-        state.log.debug(events.BATCH_GIVEN, step=batch.step, groups=len(batch), staleness_max=batch.staleness)
+        state.log.debug(
+            events.BATCH_GIVEN,
+            step=batch.step,
+            groups=len(batch),
+            staleness_max=batch.staleness,
+            repeated=repeated,
+            waited=state.clock.now() - begun,
+        )
         return batch
 
     def release(self, step: int) -> None:
@@ -73,7 +81,7 @@ class Consumer:
 
     def release_all(self) -> None:
         """Take every leased batch back."""
-        for step in sorted(self._state.ledger.leases):
+        for step in sorted(self._state.ledger.leases, reverse=True):
             self.release(step)
 
     def ack(self, step: int) -> None:
@@ -151,10 +159,7 @@ class Consumer:
             state.pending.popleft()
             return self._take_lease(step, lease.uids)
         # It cannot: its groups are ordinary buffered ones from here on.
-        for lease in state.pending:
-            for uid in lease.uids:
-                state.buffer.add(uid, state.ledger.entries[uid].effective)
-        state.pending.clear()
+        state.release_pending()
         return None
 
     def _lease(self, step: int, groups: int) -> Lease:

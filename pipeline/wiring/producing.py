@@ -6,16 +6,16 @@ state is whole.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Awaitable
-from typing import Any
 
 from pipeline.buffer.staleness import admissible
 from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, SourceError
 from pipeline.ledger import LEASED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
 from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, Rollout, Started
-from pipeline.runner.context import Context, Slots
+from pipeline.runner.context import RunFacts, Slots
 from pipeline.runner.policies import Verdict, after_failure, check_rollout
 from pipeline.runner.pool import Job
 from pipeline.store.codec import pack
@@ -31,7 +31,11 @@ class Producer:
         self.slots: Slots | None = None
         self._state = state
         self._ready: deque[tuple[int, int, int]] = deque()  # (uid, life, member) to be started before new claims
-        self._read: tuple[int, Any] = (-1, None)  # the last item that was read, for the other members of its group
+        self._held: list[tuple[int, int, int]] = []  # heap of those whose turn is too far off for the weights in use
+        self._opened: Entry | None = None  # the last group that was claimed, while members of it are to be started
+        self._next_member = 0
+        self._item: Item | None = None  # the last that was read, for the other members of its group
+        self._facts: RunFacts | None = None
         self._least_group = min(task.group_size for task in state.tasks.values())
         state.on_expired = self.requeue
 
@@ -44,6 +48,8 @@ class Producer:
     def requeue_all(self) -> None:
         """After a recovery: queue what is waiting, oldest first."""
         self._ready.clear()
+        self._held.clear()
+        self._opened = None
         for uid in sorted(self._state.ledger.entries):
             entry = self._state.ledger.entries[uid]
             if entry.state in (WAITING, RUNNING) and entry.task in self._state.tasks:
@@ -52,12 +58,21 @@ class Producer:
     @property
     def drained(self) -> bool:
         """Whether nothing can come any more: no attempt is due, and every source is at its end."""
-        return not self._ready and self._state.sampler.exhausted
+        return not self._due and self._state.sampler.exhausted
 
     @property
     def blocked(self) -> bool:
         """Whether nothing could be started now although nothing is paused."""
-        return not self.paused and not self._ready and (not self._may_claim() or self._state.sampler.exhausted)
+        if self.paused or self._ready or self._opened is not None:
+            return False
+        if self._held:
+            held = self._entry_of(self._held[0])
+            return held is not None and not self._may_rerun(held)
+        return not self._may_claim() or self._state.sampler.exhausted
+
+    @property
+    def _due(self) -> bool:
+        return bool(self._ready or self._held) or self._opened is not None
 
     # -- Work ------------------------------------------------------------------------------------------------
 
@@ -67,12 +82,25 @@ class Producer:
             return None
         try:
             while self._ready:
-                uid, life, member = self._ready.popleft()
-                entry = self._state.ledger.entries.get(uid)
-                if entry is not None and entry.life == life and entry.members[member] == PENDING:
-                    return self._start(entry, member)
+                due = self._ready.popleft()
+                entry = self._entry_of(due)
+                if entry is not None and self._may_rerun(entry):
+                    return self._start(entry, due[2])
+                if entry is not None:
+                    heapq.heappush(self._held, due)
+                    self._state.changed.notify()  # a waiting trainer may now see that nothing comes
+            if self._opened is not None:
+                return self._start_next(self._opened)
+            while self._held:
+                due = self._held[0]
+                entry = self._entry_of(due)
+                if entry is not None and not self._may_rerun(entry):
+                    return None
+                heapq.heappop(self._held)
+                if entry is not None:
+                    return self._start(entry, due[2])
             claimed = self._claim() if self._may_claim() else None
-            return None if claimed is None else self._start(claimed, 0)
+            return None if claimed is None else self._start_next(claimed)
         except Exception as error:
             self._state.fail(error)
             return None
@@ -87,7 +115,7 @@ class Producer:
     def finished(self, job: Job, rollout: Rollout) -> None:
         """Take in what a runner returned."""
         state = self._state
-        entry = state.ledger.entries.get(job.uid)
+        entry = state.ledger.entries.get(job.item.uid)
         if entry is None or entry.life != job.life:
             return
         try:
@@ -95,16 +123,16 @@ class Producer:
             if fault is not None:
                 self.failed(job, ValueError(f"{job.item}: {fault}"), "not finite")
                 return
-            oldest = job.ctx.version if rollout.oldest is None else rollout.oldest
+            oldest = job.version if rollout.oldest is None else rollout.oldest
             newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
             blob = pack(
                 rollout, job.item, member=job.member, attempt=job.attempt, life=job.life, versions=(oldest, newest)
             )
         except RolloutInvalid as error:
             state.log.error(
-                events.ROLLOUT_INVALID, uid=job.uid, task=job.task.name, member=job.member, error=str(error)
+                events.ROLLOUT_INVALID, uid=job.item.uid, task=job.task.name, member=job.member, error=str(error)
             )
-            state.record(Interrupted(job.uid, job.member, job.attempt, "invalid"))
+            state.record(Interrupted(job.item.uid, job.member, job.attempt, "invalid"))
             state.fail(error)
             return
         self._take_in(job, rollout, blob, oldest, newest)
@@ -113,12 +141,12 @@ class Producer:
         state = self._state
         segment, offset, location = -1, 0, None
         if state.writer is not None:
-            location = state.writer.writer.place(blob, job.uid, job.member, job.life)
+            location = state.writer.writer.place(blob, job.item.uid, job.member, job.life)
             segment, offset = location.segment, location.offset
-        state.buffer.storage.put(job.uid, job.member, blob, location)
+        state.buffer.storage.put(job.item.uid, job.member, blob, location)
         became = state.record(
             Finished(
-                job.uid,
+                job.item.uid,
                 job.member,
                 job.attempt,
                 float(rollout.reward),
@@ -138,7 +166,7 @@ class Producer:
     def failed(self, job: Job, error: BaseException, reason: str) -> None:
         """Count a failure, and retry, give up or stop as the task's policy says."""
         state = self._state
-        entry = state.ledger.entries.get(job.uid)
+        entry = state.ledger.entries.get(job.item.uid)
         if entry is None or entry.life != job.life:
             return
         failures = entry.failures[job.member] + 1
@@ -146,12 +174,12 @@ class Producer:
         text = f"{type(error).__name__}: {error}"[:500]
         final = verdict is Verdict.GIVE_UP
         seconds = state.clock.now() - job.started
-        state.record(Failed(job.uid, job.member, job.attempt, reason, _encodable(text), final, seconds))
+        state.record(Failed(job.item.uid, job.member, job.attempt, reason, _encodable(text), final, seconds))
         log = state.log.warning if final else state.log.info
         log(
             events.ROLLOUT_FAILED,
             task=job.task.name,
-            uid=job.uid,
+            uid=job.item.uid,
             member=job.member,
             attempt=job.attempt,
             reason=reason,
@@ -159,7 +187,7 @@ class Producer:
             final=final,
         )
         if verdict is Verdict.RETRY:
-            self._ready.append((job.uid, job.life, job.member))
+            self._ready.append((job.item.uid, job.life, job.member))
         elif verdict is Verdict.STOP:
             stop = RolloutFailed(f"{job.item}, member {job.member}, attempt {job.attempt}: {text}")
             stop.__cause__ = error
@@ -169,15 +197,15 @@ class Producer:
     def interrupted(self, job: Job, reason: str) -> None:
         """An attempt was cut through no fault of its task: it is queued again, before what is new."""
         state = self._state
-        entry = state.ledger.entries.get(job.uid)
+        entry = state.ledger.entries.get(job.item.uid)
         if entry is None or entry.life != job.life:
             return
-        state.record(Interrupted(job.uid, job.member, job.attempt, reason))
-        self._ready.appendleft((job.uid, job.life, job.member))
+        state.record(Interrupted(job.item.uid, job.member, job.attempt, reason))
+        self._ready.appendleft((job.item.uid, job.life, job.member))
         state.log.debug(
             events.ROLLOUT_INTERRUPTED,
             task=job.task.name,
-            uid=job.uid,
+            uid=job.item.uid,
             member=job.member,
             attempt=job.attempt,
             reason=reason,
@@ -185,12 +213,37 @@ class Producer:
 
     # -- claiming and starting ---------------------------------------------------------------------------------
 
+    def _entry_of(self, due: tuple[int, int, int]) -> Entry | None:
+        """Return the group of a member that is due, or None if it has ended or begun anew since."""
+        uid, life, member = due
+        entry = self._state.ledger.entries.get(uid)
+        return entry if entry is not None and entry.life == life and entry.members[member] == PENDING else None
+
     def _may_claim(self) -> bool:
+        return self._state.outstanding < self._limit()
+
+    def _may_rerun(self, entry: Entry) -> bool:
+        """Whether a claimed group may start again: what comes to be trained before it leaves room for it.
+
+        After a crash more may be outstanding than is admissible for the weights that were restored; what starts too
+        early would be too old when its turn comes.
+        """
+        state = self._state
+        if entry.state != WAITING:
+            return True
+        limit = self._limit()
+        if state.outstanding <= limit:
+            return True
+        if state.in_draw_order:
+            return sum(uid < entry.uid for uid in state.ledger.entries) < limit
+        return state.outstanding - (state.ledger.count(WAITING) - state.absent) < limit
+
+    def _limit(self) -> int:
+        """Return how many groups may be outstanding now."""
         state = self._state
         options, ledger = state.options, state.ledger
         if options.strategy == "synchronous":
-            in_hand = state.outstanding - ledger.count(LEASED)
-            return in_hand < state.wanted
+            return ledger.count(LEASED) + state.wanted
         limit = admissible(
             max_staleness=options.max_staleness,
             batch_groups=state.progress.batch_groups or options.batch_groups or 0,
@@ -200,7 +253,7 @@ class Producer:
         )
         if limit is None:  # nobody has asked for a batch yet: no more than can run at once
             limit = -(-options.concurrency // self._least_group)
-        return state.outstanding < limit
+        return limit
 
     def _claim(self) -> Entry | None:
         state = self._state
@@ -213,45 +266,55 @@ class Producer:
         task = state.tasks[draw.task]
         uid = state.ledger.next_uid
         state.record(Claimed(uid, draw.task, draw.epoch, draw.position, draw.index, task.group_size, task.min_group))
-        for member in range(1, task.group_size):
-            self._ready.append((uid, 0, member))
-        return state.ledger.entries[uid]
+        self._opened, self._next_member = state.ledger.entries[uid], 0
+        return self._opened
+
+    def _start_next(self, entry: Entry) -> Job:
+        """Start the next member of the group that was claimed last."""
+        member = self._next_member
+        self._next_member = member + 1
+        if self._next_member == entry.size:
+            self._opened = None
+        return self._start(entry, member)
 
     def _start(self, entry: Entry, member: int) -> Job:
         state = self._state
-        task = state.tasks[entry.task]
-        attempt = entry.attempts[member] + 1
-        item = Item(entry.task, entry.epoch, entry.index, entry.uid, self._content(entry))
-        ctx = Context(
+        uid, version, attempt = entry.uid, state.version, entry.attempts[member] + 1
+        item = self._item
+        if item is None or item.uid != uid:
+            item = self._read(entry)
+        state.record(Started(uid, member, attempt, version))
+        return Job(
             item,
             member,
             attempt,
-            state.version,
-            failures=entry.failures[member],
-            seed=state.options.seed,
-            run=state.run_id,
-            version_now=self._version_now,
-            slots=self.slots,
+            version,
+            state.tasks[entry.task],
+            entry.life,
+            state.clock.now(),
+            _failures=entry.failures[member],
+            _run=self._facts or self._gather_facts(),
         )
-        state.record(Started(entry.uid, member, attempt, state.version))
-        return Job(task, item, member, attempt, entry.life, ctx, state.clock.now())
+
+    def _gather_facts(self) -> RunFacts:
+        state = self._state
+        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self.slots)
+        return self._facts
 
     def _version_now(self) -> int:
         return self._state.version
 
-    def _content(self, entry: Entry) -> Any:
+    def _read(self, entry: Entry) -> Item:
         """Read the item; a group's members share one reading."""
-        if self._read[0] == entry.uid:
-            return self._read[1]
         try:
             content = self._state.tasks[entry.task].source.item(entry.index)
         except ForebayError:
             raise
         except Exception as error:
             raise SourceError(f"task {entry.task!r}: the source failed at item {entry.index}: {error!r}") from error
-        if entry.size > 1:
-            self._read = (entry.uid, content)
-        return content
+        item = Item(entry.task, entry.epoch, entry.index, entry.uid, content)
+        self._item = item if entry.size > 1 else None
+        return item
 
 
 def _encodable(text: str) -> str:

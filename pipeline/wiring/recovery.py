@@ -18,7 +18,7 @@ from pipeline.ledger import BUFFERED, LEASED, ConsumerHalf, Lease, Ledger
 from pipeline.records import BatchHint, Location, Opened
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
-from pipeline.store.journal import Logged, read_journals
+from pipeline.store.journal import Logged, TornHook, read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.wiring.state import PayloadPlaces
@@ -50,10 +50,12 @@ def recover_run(
     seed: int,
     opened: Opened,
     attached: Sequence[str],
+    torn: TornHook | None = None,
 ) -> Recovered:
     """Check a generation, fold the journals, and read the trainer's state, changing nothing. Blocks.
 
-    ``opened`` is the event that will begin the new incarnation: it is the last that is folded.
+    ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``torn`` is told of each
+    journal that ends in a torn record, as a crash leaves it.
 
     Raises:
         Damaged: something that was promised to be there is missing or changed.
@@ -66,7 +68,7 @@ def recover_run(
     with open(path, "rb") as file:
         progress, unknown = decode_progress(file.read(), path)
     promised = {(each.incarnation, each.rank): each.bytes for each in stored.manifest.journals}
-    logged = list(read_journals(layout, run_tag=run_tag, promised=promised))
+    logged = list(read_journals(layout, run_tag=run_tag, promised=promised, torn=torn))
     ledger, sampler, places = fold(half, logged, plans, seed=seed, opened=opened)
     pending = pending_batches(ledger, ledger.restore(half), hints_after(stored, logged), half.step)
     live = {entry.uid for entry in ledger.entries.values()}
@@ -140,7 +142,7 @@ def _read_consumer(path: str) -> ConsumerHalf:
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=ConsumerHalf)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged(f"{path}: the consumer half is damaged ({error})") from None
 
 

@@ -6,9 +6,7 @@ and belong to the trainer's thread; the rest belongs to the event loop.
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -18,30 +16,25 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
-from pipeline.checkpoint.generations import Stored, choose, find_generations, next_number
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.clock import running_clock
 from pipeline.config import PipelineOptions
 from pipeline.engines import LocalEngine
-from pipeline.errors import ClosedError, ConfigError, Damaged, ForebayError, StoreError, UsageError
+from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError
 from pipeline.interfaces import Engine, Stateful
-from pipeline.ledger import Ledger
 from pipeline.observe import Watchdog, events
-from pipeline.records import Closed, Dropped, EpochBegan, Opened
+from pipeline.records import Closed, Opened
 from pipeline.runner.pool import Pool
-from pipeline.sampler.progress import restore_in_place
-from pipeline.sampler.sampler import check_marks
 from pipeline.store.files import FilesLike, OsFiles
-from pipeline.store.layout import Layout
-from pipeline.store.lock import RunLock
 from pipeline.store.segments import PayloadReader
 from pipeline.store.service import WriterService
 from pipeline.store.writer import StoreWriter
 from pipeline.supervisor import Supervisor, root_cause
 from pipeline.task import Task
 from pipeline.wiring.consuming import Consumer
+from pipeline.wiring.folder import RunFolder
 from pipeline.wiring.producing import Producer
-from pipeline.wiring.recovery import Recovered, recover_run
+from pipeline.wiring.resuming import Found, Resumed, adopt, check_sources, describe, find_to_resume, opening, settle
 from pipeline.wiring.saving import Capture, Saver, Saving, link_trainer
 from pipeline.wiring.state import RunState
 from pipeline.wiring.weights import Weights
@@ -49,32 +42,6 @@ from pipeline.wiring.weights import Weights
 T = TypeVar("T")
 
 _ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-class Resumed(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resume`` found.
-
-    ``version`` is the one to publish before ``start``: that of the restored weights. In an empty directory everything
-    is 0 and ``generation`` is None.
-    """
-
-    step: int = 0
-    version: int = 0
-    generation: int | None = None
-    buffered: int = 0
-    """Finished groups that came back and have not been trained."""
-    waiting: int = 0
-    """Items that were in flight, and are run again first."""
-    repeated: int = 0
-    """Batches that were handed out after the generation, and are handed out again."""
-
-
-class Found(msgspec.Struct, frozen=True):
-    """What a resume is about to take over: checked, and not yet in use."""
-
-    stored: Stored
-    recovered: Recovered
-    opened: Opened
 
 
 class Run:
@@ -99,13 +66,11 @@ class Run:
         self._files = files or OsFiles()
         self._engine = engine or LocalEngine()
         self._inline = inline
-        self._layout = Layout(options.directory) if options.directory is not None else None
-        self._lock = RunLock(self._layout.lock_file) if self._layout is not None else None
-        self._saver = Saver(self.state, self._files, self._layout, self.in_thread) if self._layout is not None else None
+        self._folder = RunFolder(options.directory, self._files) if options.directory is not None else None
+        self._saver = Saver(self.state, self._files, self._folder.layout, self.in_thread) if self._folder else None
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
-        self._used = False
 
     # -- opening and closing -----------------------------------------------------------------------------------
 
@@ -115,55 +80,20 @@ class Run:
             raise UsageError("this pipeline was opened before; make a new one")
         self.state.clock = running_clock()
         self._supervisor = Supervisor("forebay supervisor")
-        if self._layout is not None:
-            await self.in_thread(self._open_folder)
+        folder = self._folder
+        if folder is not None:
+            await self.in_thread(folder.open)
+            self.state.run_id, self.state.incarnation = folder.run_id, folder.incarnation
+            self.state.context.update(run=folder.run_id[:8], incarnation=folder.incarnation)
+            self.consumer.reader = PayloadReader(folder.layout, folder.tag)
+            assert self._saver is not None
+            self._saver.next_generation = folder.next_generation
         try:
             await self._supervisor.start(self._body)
         except BaseException:
-            if self._lock is not None:
-                self._lock.release()
+            if folder is not None:
+                folder.release()
             raise
-
-    def _open_folder(self) -> None:
-        assert self._layout is not None
-        assert self._lock is not None
-        layout = self._layout
-        layout.read_run()  # a foreign folder is refused before anything is made in it
-        try:
-            self._files.makedirs(layout.directory)
-            self._lock.acquire()
-        except ForebayError:
-            raise
-        except OSError as error:
-            raise StoreError(f"{layout.directory}: cannot be used as a run's directory: {error}") from error
-        try:
-            run = layout.read_run() or layout.create_run(self._files)
-            journals = layout.list_journals()
-            self.state.run_id = run.run_id
-            self.state.incarnation = max((name.incarnation for name in journals), default=0) + 1
-            self._lock.describe(self.state.incarnation)
-            found = find_generations(layout, run.run_id)
-            self._used = bool(found.complete or found.damaged)
-            if self._saver is not None:
-                self._saver.next_generation = next_number(layout)
-            if not self._used and any(os.path.getsize(name.path) > 0 for name in journals):
-                self._used = self._has_events(run.tag)
-        except ForebayError:
-            self._lock.release()
-            raise
-        except OSError as error:
-            self._lock.release()
-            raise StoreError(f"{layout.directory}: cannot be used as a run's directory: {error}") from error
-        self.state.context.update(run=run.run_id[:8], incarnation=self.state.incarnation)
-        self.consumer.reader = PayloadReader(layout, run.tag)
-
-    def _has_events(self, run_tag: int) -> bool:
-        from pipeline.store.journal import read_journals
-
-        assert self._layout is not None
-        return any(
-            type(logged.event) not in (Opened, Closed) for logged in read_journals(self._layout, run_tag=run_tag)
-        )
 
     async def _body(self, ready: Callable[[], None]) -> None:
         """The supervisor's task: everything that runs, nested so that it ends in the right order."""
@@ -208,8 +138,9 @@ class Run:
                 else:
                     await self.in_thread(writer.writer.close)
         finally:
-            if self._lock is not None:
-                self._lock.release()
+            if self._folder is not None:
+                self._folder.release()
+            self.state.log.info(events.RUN_CLOSED, step=self.state.ledger.step)
 
     async def close(self) -> None:
         """Interrupt what runs, write what is queued, free the lock. Leases end; calling it again does nothing.
@@ -265,72 +196,26 @@ class Run:
         unknown = set(restart) - set(self.state.tasks)
         if unknown:
             raise ConfigError.of("restart", sorted(unknown), f"the run's tasks are {', '.join(self.state.tasks)}")
-        if self._layout is None or not self._used:
+        folder = self._folder
+        if folder is None or not folder.used:
             if step is not None:
                 raise StoreError(f"resume(step={step}): {self.options.directory or 'memory'} holds no generation")
             return None
-        found: Found = await self.in_thread(lambda: self._find(step))
-        return found
-
-    def _find(self, step: int | None) -> Found:
-        assert self._layout is not None
-        layout, state = self._layout, self.state
-        run = layout.read_run()
-        assert run is not None
-        found = find_generations(layout, run.run_id)
-        if not found.complete and not found.damaged:
-            raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
-        stored = choose(found, step, layout.directory)
-        opened = self._opened(stored.manifest.generation, stored.manifest.step)
-        recovered = recover_run(
-            layout,
-            stored,
-            list(state.plans.values()),
-            run_tag=run.tag,
-            seed=self.options.seed,
-            opened=opened,
-            attached=list(self.attached),
-        )
-        return Found(stored, recovered, opened)
-
-    def _opened(self, generation: int, step: int) -> Opened:
-        return Opened(
-            self.state.incarnation,
-            self.options.rank,
-            generation,
-            step,
-            step,
-            self.options.seed,
-            socket.gethostname(),
-            os.getpid(),
-            self.state.clock.wall(),
-        )
+        attached = list(self.attached)
+        return await self.in_thread(lambda: find_to_resume(self.state, folder, step, attached))
 
     def check_sources(self, found: Found, restart: Sequence[str]) -> None:
         """Refuse another source than the run's, before anything is changed."""
-        plans = {name: plan for name, plan in self.state.plans.items() if name not in restart}
-        for note in check_marks(found.recovered.sampler, plans):
-            self.state.log.warning(events.SOURCE_CHANGED, note=note)
+        check_sources(self.state, found, restart)
 
     async def take_over(self, found: Found, restart: Sequence[str]) -> Resumed:
         """Put a checked generation in use, and commit a new one at once: old files are never changed."""
-        state, recovered = self.state, found.recovered
-        assert self._saver is not None
-        for uid, members in recovered.places.items():
-            for member, place in members.items():
-                state.buffer.storage.put(uid, member, None, place)
-        restore_in_place(state.progress, recovered.progress)
-        state.unknown_progress = recovered.unknown
-        for field in recovered.unknown:
-            state.log.warning(events.PROGRESS_UNKNOWN_FIELD, field=field)
-        state.rebuild(recovered.ledger, recovered.sampler, recovered.pending)
-        state.version = found.stored.manifest.step
-        self._report_missing_tasks(recovered.ledger)
+        state, saver = self.state, self._saver
+        assert saver is not None
+        adopt(state, found)
         await self._open_writer(found.opened, apply=False)
-        self._restart(restart)
-        self._quarantine()
+        settle(state, restart)
         self.producer.requeue_all()
-        saver = self._saver
         saver.parent = found.stored.manifest.generation
         saver.journals = list(found.stored.manifest.journals)
         await saver.acquire()
@@ -338,52 +223,21 @@ class Run:
         link_trainer(capture, found.stored)
         await self.in_thread(lambda: capture.write_trainer(self._files))
         await saver.finish(capture)
-        resumed = Resumed(
-            step=state.ledger.step,
-            version=state.version,
-            generation=found.stored.manifest.generation,
-            buffered=sum(1 for entry in state.ledger.entries.values() if entry.state == 3),
-            waiting=sum(1 for entry in state.ledger.entries.values() if entry.state == 0),
-            repeated=len(state.pending),
-        )
+        resumed = describe(state, found)
         self.weights.require_update(state.version)
-        state.log.info(events.RUN_RECOVERED, events=recovered.events, **msgspec.structs.asdict(resumed))
+        state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
-
-    def _report_missing_tasks(self, ledger: Ledger) -> None:
-        for name in ledger.totals:
-            if name not in self.state.tasks:
-                self.state.log.warning(events.TASK_MISSING, task=name)
-
-    def _restart(self, restart: Sequence[str]) -> None:
-        """Begin tasks anew with another source: their unfinished items are discarded."""
-        state = self.state
-        for name in restart:
-            for entry in [each for each in state.ledger.entries.values() if each.task == name]:
-                state.record(Dropped(entry.uid, "discarded"))
-            cursor = state.sampler.cursors[name]
-            length = state.plans[name].source.length()
-            mark = state.plans[name].source.mark()
-            begun = EpochBegan(name, cursor.epoch + 1, -1 if length is None else length, mark, True)
-            state.record(begun)
-
-    def _quarantine(self) -> None:
-        for entry in list(self.state.ledger.entries.values()):
-            if entry.deaths > self.options.max_deaths and entry.unsettled:
-                self.state.log.error(events.ROLLOUT_QUARANTINED, task=entry.task, uid=entry.uid, deaths=entry.deaths)
-                self.state.record(Dropped(entry.uid, "quarantined"))
 
     async def _open_writer(self, opened: Opened, *, apply: bool) -> None:
         """Begin this incarnation's journal. Its first event was folded already when ``apply`` is false."""
-        assert self._layout is not None
+        assert self._folder is not None
         assert self._group is not None
-        layout, options = self._layout, self.options
-        tag = int(self.state.run_id[:16], 16)
+        folder, options = self._folder, self.options
         writer = await self.in_thread(
             lambda: StoreWriter(
-                layout,
+                folder.layout,
                 self._files,
-                run_tag=tag,
+                run_tag=folder.tag,
                 incarnation=opened.incarnation,
                 rank=options.rank,
                 segment_bytes=options.segment_bytes,
@@ -404,13 +258,13 @@ class Run:
         self.require_open()
         if self.started:
             raise UsageError("start() was called before")
-        if self._used and self.state.writer is None:
+        if self._folder is not None and self._folder.used and self.state.writer is None:
             raise UsageError(
                 f"{self.options.directory} holds a run; call resume() before start(), or choose another directory"
             )
         self.weights.check_start(weights_current)
-        if self._layout is not None and self.state.writer is None:
-            await self._open_writer(self._opened(-1, 0), apply=True)
+        if self._folder is not None and self.state.writer is None:
+            await self._open_writer(opening(self.state, -1, 0), apply=True)
             return True
         return False
 

@@ -214,7 +214,8 @@ class Saver:
         )
         stored = writer.commit(manifest)
         found = find_generations(self._layout, manifest.run_id)
-        retire(self._layout, self._files, found.complete, self._state.options.keep)
+        for number in retire(self._layout, self._files, found.complete, self._state.options.keep):
+            self._state.log.debug(events.GENERATION_REMOVED, generation=number)
         return stored
 
 

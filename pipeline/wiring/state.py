@@ -18,7 +18,7 @@ from pipeline.clock import Clock
 from pipeline.config import PipelineOptions
 from pipeline.ledger import BUFFERED, ConsumerHalf, Entry, Lease, Ledger, TaskTotals
 from pipeline.observe import RunContext, events, logger
-from pipeline.records import AnyEvent, Claimed, Dropped, Failed, Finished, Location, Reopened
+from pipeline.records import AnyEvent, Claimed, Dropped, Failed, Finished, Location, Reopened, Started
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.store.service import WriterService
 from pipeline.task import Task
@@ -38,7 +38,7 @@ class RunState:
         """The event loop's, once the run is open."""
         self.ledger = Ledger()
         self.sampler = Sampler(list(self.plans.values()), options.seed)
-        self.buffer = GroupBuffer(order=options.order, selector=options.selector)
+        self.buffer = self._new_buffer()
         self.progress = Progress()
         self.unknown_progress: dict[str, object] = {}
         self.pending: deque[Lease] = deque()
@@ -72,6 +72,8 @@ class RunState:
         """Apply an event to every component: the path that life and recovery share."""
         became = self.ledger.apply(event)
         kind = type(event)
+        if kind is Started:  # half of all events, and the ledger's business alone
+            return None
         if kind is Finished:
             if became is not None:
                 self.buffer.closed(became.uid)
@@ -91,6 +93,8 @@ class RunState:
         entry = self.ledger.entries.get(uid)
         if entry is None:
             self.buffer.closed(uid)
+            if uid in self.buffer:
+                self.buffer.remove(uid)
             self.buffer.storage.discard(uid)
         elif entry.state == BUFFERED:  # the last member failed, and enough others had finished
             self.buffer.closed(uid)
@@ -101,6 +105,12 @@ class RunState:
         if self.failure is None:
             self.failure = error
         self.changed.notify()
+
+    @property
+    def in_draw_order(self) -> bool:
+        """Whether batches are made in draw order. A synchronous batch waits for all its groups anyway: in draw order
+        it does not tell which of them a crash delayed."""
+        return self.options.order == "strict" or self.options.strategy == "synchronous"
 
     @property
     def outstanding(self) -> int:
@@ -117,12 +127,12 @@ class RunState:
             self.log.info(events.STALE_EXPIRED, count=len(expired), oldest=least, version=self.version)
         for uid in expired:
             entry = self.ledger.entries[uid]
-            self.buffer.remove(uid)
             # Weights that went back in a crash are no fault of the item: that does not use up its rerolls.
             reason = "expired" if entry.made == self.ledger.incarnation else "outlived"
             if reason == "expired" and entry.rerolls >= self.options.max_rerolls:
                 self.record(Dropped(uid, "expired"))
             else:
+                self.buffer.remove(uid)
                 self.buffer.storage.discard(uid)
                 self.record(Reopened(uid, reason))
                 self.on_expired(entry)
@@ -160,7 +170,7 @@ class RunState:
         self.ledger, self.sampler = ledger, sampler
         self.pending = deque(pending)
         reserved = {uid for lease in self.pending for uid in lease.uids}
-        fresh = GroupBuffer(order=self.options.order, selector=self.options.selector)
+        fresh = self._new_buffer()
         fresh.storage = self.buffer.storage
         self.buffer = fresh
         self.absent = 0
@@ -172,6 +182,20 @@ class RunState:
         for entry in sorted(ledger.entries.values(), key=lambda entry: entry.order):
             if entry.state == BUFFERED and entry.uid not in reserved:
                 fresh.add(entry.uid, entry.effective)
+
+    def release_broken(self) -> None:
+        """Give up batches that were to be handed out again, from the first of which a group was dropped."""
+        whole = [self.ledger.still_whole(lease) for lease in self.pending]
+        self.release_pending(whole.index(False) if not all(whole) else len(whole))
+
+    def release_pending(self, kept: int = 0) -> None:
+        """Give up all but ``kept`` of the batches to be handed out again: their groups may be selected, first."""
+        while len(self.pending) > kept:
+            entries = [self.ledger.entries.get(uid) for uid in self.pending.pop().uids]
+            self.buffer.put_back([(entry.uid, entry.effective) for entry in entries if entry is not None])
+
+    def _new_buffer(self) -> GroupBuffer:
+        return GroupBuffer(order="strict" if self.in_draw_order else "finished", selector=self.options.selector)
 
     def consumer_half(self) -> ConsumerHalf:
         """Return a copy of the consumer half: leases, and what is pending from before a crash."""

@@ -26,8 +26,8 @@ exit codes:
   1  the steps were used up before the mark was reached
   2  the command line is wrong, or a package is missing
   3  something was lost or trained twice; the table says what
-  4  the training process failed
-  130, 143  stopped by Ctrl-C or SIGTERM, and saved; run it again to go on
+  4  the training process failed, or the directory cannot be used
+  130, 143  stopped by Ctrl-C or SIGTERM; run it again to go on
 """
 
 
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(given: argparse.Namespace) -> int:
+    """Run, or go on with, one directory."""
     from tasks.demo.books import read_books
     from tasks.demo.report import Measured, read_measured
 
@@ -101,8 +102,11 @@ def _run(given: argparse.Namespace) -> int:
     code, supervisor = _supervise(given, directory, seed, kill=kill)
     if supervisor.stopped_by is not None:
         again = ["forebay", "demo", "--seed", str(seed), "--steps", str(given.steps), "--directory", directory]
-        say(f"Stopped and saved. To go on: {shlex.join([*again, *(['--no-kill'] if given.no_kill else [])])}")
-        return 128 + supervisor.stopped_by
+        saved = (
+            "Stopped and saved." if code == 0 else "Stopped; what came after the last checkpoint will be done again."
+        )
+        say(f"{saved} To go on: {shlex.join([*again, *(['--no-kill'] if given.no_kill else [])])}")
+        return 128 + int(supervisor.stopped_by)
     if code != 0:
         say(f"The training process failed: {supervisor.error or f'exit code {code}'}")
         return FAILED
@@ -135,7 +139,7 @@ def _supervise(given: argparse.Namespace, directory: str, seed: int, *, kill: bo
         elif event == "evaluated":
             say(f"Step {step}: evaluation {report['value']:.1f}")
         elif event == "killed":
-            say("Sent SIGKILL to the training process, in the middle of a step. Starting it again.")
+            say("Sent SIGKILL to the training process, in the middle of its work. Starting it again.")
         elif event == "stopping":
             say("Saving; once more to leave at once.")
 

@@ -10,7 +10,10 @@ import json
 import os
 import signal
 from types import FrameType
-from typing import Any
+from typing import Any, Final
+
+LOCKED: Final = 75
+"""The training process's exit code where another one writes in the directory."""
 
 
 class Stop:

@@ -20,9 +20,8 @@ from types import FrameType
 from typing import Any
 
 import tasks
+from tasks.demo.process import LOCKED
 
-LOCKED = 75
-"""The training process's exit code where another one writes in the directory."""
 PATIENCE = 4
 """How often it is started while one that lost its parent still saves."""
 
@@ -138,14 +137,13 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
-        """The first one: the training process saves and stops. The second: everything ends now."""
+        """The first one: the training process saves and stops. The second: it ends now."""
         first, self.stopped_by = self.stopped_by is None, number
         if self._trainer is not None:
             # A terminal sends Ctrl-C to both; what is sent on is therefore SIGTERM, of which one is as good as two.
             self._trainer.signal(signal.SIGTERM if first else signal.SIGKILL)
-        if not first:
-            raise SystemExit(128 + number)
-        self._tell({"event": "stopping"})
+        if first:
+            self._tell({"event": "stopping"})
 
 
 def _has_descriptor(stream: Any) -> bool:

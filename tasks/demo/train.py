@@ -33,11 +33,8 @@ from forebay import (
 from forebay import configure as configure_logs
 from tasks.demo import plan
 from tasks.demo.learner import Episode, Learner, LearnerConfig, Weights, evaluate
-from tasks.demo.process import Reports, Stop
+from tasks.demo.process import LOCKED, Reports, Stop
 from tasks.gym import episode, make_env
-
-LOCKED = 75
-"""Exit code: another process writes in the directory."""
 
 
 class Actor:

@@ -88,3 +88,11 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path, name: str) -> None
     assert last.startswith("ImportError")
     assert str(tmp_path / name) in last
     assert "Rename" in last
+
+
+def test_cartpole_trains_and_goes_on(tmp_path: Path) -> None:
+    first = run("examples/cartpole.py", str(tmp_path / "run"), "--steps", "4")
+    second = run("examples/cartpole.py", str(tmp_path / "run"), "--steps", "6")
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.startswith("64 episodes trained")
+    assert second.stdout.startswith("96 episodes trained")

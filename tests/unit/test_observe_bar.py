@@ -208,6 +208,10 @@ class TestOnATerminal:
             clock.now += 60
             bar.update(2)
         assert [line["step"] for line in events(lines)] == [2]
+        other = threading.Thread(target=_show_a_bar, args=(terminal.stream,), daemon=True)
+        other.start()
+        other.join(timeout=10)
+        assert not other.is_alive(), "tqdm's lock is still held"
 
 
 class TestElsewhere:
@@ -296,6 +300,11 @@ class TestElsewhere:
     def test_an_update_outside_of_the_block_is_refused(self) -> None:
         with pytest.raises(UsageError, match="with ProgressBar"):
             ProgressBar(10).update(1)
+
+
+def _show_a_bar(stream: TextIO) -> None:
+    with ProgressBar(10, stream=stream) as bar:
+        bar.update(1)
 
 
 def _disabled(self: Any, **_: Any) -> None:

@@ -27,3 +27,9 @@ def test_each_name_is_followed_by_one_line_with_its_level() -> None:
             assert isinstance(after.value, ast.Constant)
             text = str(after.value.value)
             assert re.match(r"(debug|info|warning|error)( when \w+, else \w+)?\. [A-Z].*\.$", text), text
+
+
+def test_each_name_is_emitted_somewhere() -> None:
+    package = Path(events.__file__).parents[1]
+    text = "".join(path.read_text() for path in package.rglob("*.py") if path.name != "events.py")
+    assert [name for name in NAMES if not re.search(rf"\b{name}\b", text)] == []

@@ -1,0 +1,78 @@
+"""The folder of a run while this process holds it: the lock, the marker, and what was there before."""
+
+from __future__ import annotations
+
+import os
+
+from pipeline.checkpoint.generations import find_generations, next_number
+from pipeline.errors import ForebayError, StoreError
+from pipeline.records import Closed, Opened
+from pipeline.store.files import FilesLike
+from pipeline.store.journal import read_journals
+from pipeline.store.layout import Layout
+from pipeline.store.lock import RunLock
+
+
+class RunFolder:
+    """One run's folder. All methods block.
+
+    Attributes:
+        run_id, tag: the run's identity, as text and as every frame carries it.
+        incarnation: the number of this life of the process.
+        used: whether the folder holds a run already.
+        next_generation: a number above that of every generation.
+    """
+
+    def __init__(self, directory: str, files: FilesLike) -> None:
+        self.layout = Layout(directory)
+        self.files = files
+        self.run_id = ""
+        self.tag = 0
+        self.incarnation = 1
+        self.used = False
+        self.next_generation = 0
+        self._lock = RunLock(self.layout.lock_file)
+
+    def open(self) -> None:
+        """Make the folder if it is absent, take its lock, and look at what is in it.
+
+        Raises:
+            NotARun: it holds something else; nothing was made in it.
+            Locked: somebody else writes in it.
+            StoreError: it cannot be made or written in.
+        """
+        layout = self.layout
+        layout.read_run()  # a foreign folder is refused before anything is made in it
+        try:
+            self.files.makedirs(layout.directory)
+            self._lock.acquire()
+            try:
+                self._look()
+            except BaseException:
+                self._lock.release()
+                raise
+        except ForebayError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{layout.directory}: cannot be used as a run's directory: {error}") from error
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def _look(self) -> None:
+        run = self.layout.read_run() or self.layout.create_run(self.files)
+        self.run_id, self.tag = run.run_id, run.tag
+        journals = self.layout.list_journals()
+        self.incarnation = max((name.incarnation for name in journals), default=0) + 1
+        self._lock.describe(self.incarnation)
+        found = find_generations(self.layout, run.run_id)
+        self.next_generation = next_number(self.layout)
+        self.used = bool(found.complete or found.damaged)
+        if not self.used and any(os.path.getsize(name.path) for name in journals):
+            self.used = self._holds_events()
+
+    def _holds_events(self) -> bool:
+        """Whether anything happened: a start that died before generation 0 leaves no more than its beginning."""
+        logged = read_journals(self.layout, run_tag=self.tag)
+        return any(type(each.event) not in (Opened, Closed) for each in logged)

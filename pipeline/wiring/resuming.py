@@ -1,0 +1,139 @@
+"""Resuming: find a generation, and put it in use."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from pipeline.checkpoint.generations import Stored, choose, find_generations
+from pipeline.errors import Damaged
+from pipeline.ledger import BUFFERED, WAITING
+from pipeline.observe import events
+from pipeline.records import Dropped, EpochBegan, Opened
+from pipeline.sampler.progress import restore_in_place
+from pipeline.sampler.sampler import check_marks
+from pipeline.wiring.folder import RunFolder
+from pipeline.wiring.recovery import Recovered, recover_run
+from pipeline.wiring.state import RunState
+
+
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resume`` found.
+
+    ``version`` is the one to publish before ``start``: that of the restored weights. In an empty directory everything
+    is 0 and ``generation`` is None.
+    """
+
+    step: int = 0
+    version: int = 0
+    generation: int | None = None
+    buffered: int = 0
+    """Finished groups that came back and have not been trained."""
+    waiting: int = 0
+    """Items that were in flight, and are run again first."""
+    repeated: int = 0
+    """Batches that were handed out after the generation, and are handed out again."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a resume is about to take over: checked, and not yet in use."""
+
+    stored: Stored
+    recovered: Recovered
+    opened: Opened
+
+
+def find_to_resume(state: RunState, folder: RunFolder, step: int | None, attached: Sequence[str]) -> Found:
+    """Read and check the generation to resume and what came after it. Blocks, and changes nothing.
+
+    Raises:
+        Damaged: something that was promised to be there is missing or changed.
+        StoreError: there is no generation of ``step``.
+        UsageError: the seed, or what is attached, is not what the generation holds.
+    """
+    layout = folder.layout
+    found = find_generations(layout, folder.run_id)
+    if not found.complete and not found.damaged:
+        raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
+    stored = choose(found, step, layout.directory)
+    opened = opening(state, stored.manifest.generation, stored.manifest.step)
+    recovered = recover_run(
+        layout,
+        stored,
+        list(state.plans.values()),
+        run_tag=folder.tag,
+        seed=state.options.seed,
+        opened=opened,
+        attached=attached,
+        torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
+    )
+    return Found(stored, recovered, opened)
+
+
+def opening(state: RunState, generation: int, step: int) -> Opened:
+    """Return the event that begins this incarnation's journal."""
+    return Opened(
+        state.incarnation,
+        state.options.rank,
+        generation,
+        step,
+        step,
+        state.options.seed,
+        socket.gethostname(),
+        os.getpid(),
+        state.clock.wall(),
+    )
+
+
+def check_sources(state: RunState, found: Found, restart: Sequence[str]) -> None:
+    """Refuse another source than the run's, before anything is changed."""
+    plans = {name: plan for name, plan in state.plans.items() if name not in restart}
+    for task, before, now in check_marks(found.recovered.sampler, plans):
+        state.log.warning(events.SOURCE_CHANGED, task=task, before=str(before), after=str(now))
+
+
+def adopt(state: RunState, found: Found) -> None:
+    """Put what was recovered in use, in memory."""
+    recovered = found.recovered
+    for uid, members in recovered.places.items():
+        for member, place in members.items():
+            state.buffer.storage.put(uid, member, None, place)
+    restore_in_place(state.progress, recovered.progress)
+    state.unknown_progress = recovered.unknown
+    for field in recovered.unknown:
+        state.log.warning(events.PROGRESS_UNKNOWN_FIELD, field=field)
+    state.rebuild(recovered.ledger, recovered.sampler, recovered.pending)
+    state.version = found.stored.manifest.step
+    for name in recovered.ledger.totals:
+        if name not in state.tasks:
+            state.log.warning(events.TASK_MISSING, task=name)
+
+
+def settle(state: RunState, restart: Sequence[str]) -> None:
+    """Record what this life decides about what it found: sources begun anew, items given up."""
+    for name in restart:
+        for entry in [each for each in state.ledger.entries.values() if each.task == name]:
+            state.record(Dropped(entry.uid, "discarded"))
+        cursor, source = state.sampler.cursors[name], state.plans[name].source
+        length = source.length()
+        state.record(EpochBegan(name, cursor.epoch + 1, -1 if length is None else length, source.mark(), True))
+    for entry in list(state.ledger.entries.values()):
+        if entry.deaths > state.options.max_deaths and entry.unsettled:
+            state.log.error(events.ROLLOUT_QUARANTINED, task=entry.task, uid=entry.uid, deaths=entry.deaths)
+            state.record(Dropped(entry.uid, "quarantined"))
+    state.release_broken()
+
+
+def describe(state: RunState, found: Found) -> Resumed:
+    """Return what the user is told of a resume."""
+    return Resumed(
+        step=state.ledger.step,
+        version=state.version,
+        generation=found.stored.manifest.generation,
+        buffered=state.ledger.count(BUFFERED),
+        waiting=state.ledger.count(WAITING),
+        repeated=len(state.pending),
+    )

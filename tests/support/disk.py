@@ -1,0 +1,148 @@
+"""A file layer that fails or kills at the k-th call, and folders of runs to write into."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipeline.store.files import OsFiles
+from pipeline.store.journal import read_journal
+from pipeline.store.layout import Layout, RunFile
+from pipeline.store.writer import StoreWriter
+
+
+class Killed(BaseException):
+    """The process is gone: no handler of the library's may catch this."""
+
+
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class ScriptedFiles(OsFiles):
+    """The operating system's files, until call number ``fail_at`` (from 1); that call raises ``error()``.
+
+    ``torn``: a write that fails has written half of its bytes. ``after``: the call is done, and raises then.
+    ``stays``: every later call fails as well, as on a full disk.
+    """
+
+    def __init__(
+        self,
+        fail_at: int = 0,
+        error: Callable[[], BaseException] = no_space,
+        *,
+        torn: bool = False,
+        after: bool = False,
+        stays: bool = False,
+    ) -> None:
+        self.calls: list[str] = []
+        self.open: set[int] = set()
+        self._fail_at, self._error, self._torn, self._after, self._stays = fail_at, error, torn, after, stays
+
+    def _enter(self, verb: str) -> bool:
+        self.calls.append(verb)
+        due = len(self.calls) == self._fail_at or (self._stays and 0 < self._fail_at < len(self.calls))
+        if due and not self._after:
+            raise self._error()
+        return due
+
+    def _leave(self, due: bool) -> None:
+        if due:
+            raise self._error()
+
+    def makedirs(self, path: str) -> None:
+        due = self._enter("makedirs")
+        super().makedirs(path)
+        self._leave(due)
+
+    def create(self, path: str) -> int:
+        due = self._enter("create")
+        handle = super().create(path)
+        if due:
+            super().close(handle)
+        self._leave(due)
+        self.open.add(handle)
+        return handle
+
+    def write(self, handle: int, chunks: Sequence[bytes | bytearray | memoryview]) -> int:
+        try:
+            due = self._enter("write")
+        except BaseException:
+            if self._torn:
+                whole = b"".join(bytes(chunk) for chunk in chunks)
+                super().write(handle, [whole[: len(whole) // 2]])
+            raise
+        written = super().write(handle, chunks)
+        self._leave(due)
+        return written
+
+    def sync(self, handle: int) -> None:
+        due = self._enter("sync")
+        super().sync(handle)
+        self._leave(due)
+
+    def close(self, handle: int) -> None:
+        self.open.discard(handle)
+        super().close(handle)  # the kernel frees the descriptor even when close() reports an error
+        self._leave(self._enter("close"))
+
+    def rename(self, old: str, new: str) -> None:
+        due = self._enter("rename")
+        super().rename(old, new)
+        self._leave(due)
+
+    def link(self, old: str, new: str) -> None:
+        due = self._enter("link")
+        super().link(old, new)
+        self._leave(due)
+
+    def unlink(self, path: str) -> None:
+        due = self._enter("unlink")
+        super().unlink(path)
+        self._leave(due)
+
+    def rmdir(self, path: str) -> None:
+        due = self._enter("rmdir")
+        super().rmdir(path)
+        self._leave(due)
+
+    def sync_directory(self, path: str) -> None:
+        due = self._enter("sync_directory")
+        super().sync_directory(path)
+        self._leave(due)
+
+
+def new_run(directory: str | os.PathLike[str]) -> tuple[Layout, RunFile]:
+    """An empty run."""
+    layout = Layout(os.fspath(directory))
+    return layout, layout.create_run(OsFiles())
+
+
+def new_writer(
+    layout: Layout, run: RunFile, files: OsFiles | None = None, *, incarnation: int = 1, segment_bytes: int = 1 << 20
+) -> StoreWriter:
+    """A writer of an incarnation of ``run``, not driven by anybody."""
+    return StoreWriter(
+        layout, files or OsFiles(), run_tag=run.tag, incarnation=incarnation, segment_bytes=segment_bytes
+    )
+
+
+def flush(writer: StoreWriter) -> None:
+    """Write what is queued, as the service would, on this thread."""
+    batch = writer.take()
+    writer.write(batch)
+    writer.done(batch)
+
+
+def events_of(layout: Layout, run: RunFile, *, promised: int = 0) -> list[object]:
+    """Every event of the only journal there is."""
+    (name,) = layout.list_journals()
+    return [logged.event for logged in read_journal(name, run_tag=run.tag, promised=promised)]
+
+
+def tree(folder: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Content of every file below ``folder``, by its path there."""
+    root = Path(folder)
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
