@@ -192,8 +192,8 @@ class GenerationWriter:
             for folder in sorted({os.path.dirname(os.path.join(self.folder, info.path)) for info in self.infos}):
                 self._files.sync_directory(folder)
             self._files.sync_directory(self.folder)
+            self._renamed = True  # also if it says that it failed; `begin` made sure that nothing whole lay there
             self._files.rename(self.folder, self._final)
-            self._renamed = True
             self._files.sync_directory(self._layout.generations)
             write_file(self._files, os.path.join(self._final, MANIFEST_FILE), encode_manifest(manifest))
         except OSError as error:

@@ -1,12 +1,11 @@
 """An actor-critic for CartPole-v1 that learns from whole, slightly stale episodes.
 
-- `Learner.update(episodes, step)` depends on weights, optimizer state, episodes in order, config and step only:
-  shuffles and learning rate derive from seed and step. So there is no random state to save, and a resumed run
-  repeats its steps bit for bit, on the same machine with as many threads.
+- `Learner.update(episodes, step)` depends on weights, optimizer state, config, step and episodes in their
+  order, on nothing else: shuffles and learning rate derive from seed and step. So there is no random state to
+  save, and a resumed run repeats its steps bit for bit, on the same machine with as many threads.
 - No global random state is read or moved: not torch's, numpy's or Python's.
 - Acting takes `Weights` alone, which later updates do not change.
-
-It knows nothing of where episodes come from or how weights travel.
+- It knows nothing of where episodes come from or how weights travel.
 """
 
 from __future__ import annotations
@@ -175,9 +174,9 @@ class Learner:
 
         min(1, pi/mu) min(q/pi A, clip(q/pi, 1 - clip, 1 + clip) A).
 
-    The clip (Schulman et al. 2017, arXiv:1707.06347, eq. 7) limits the step, pi/mu corrects for staleness. In one
-    ratio q/mu the two would make stale episodes slow learning down. The split is from Hilton et al. 2021,
-    arXiv:2110.00641, and truncating pi/mu, to bound the variance, from V-trace: see `_advantages`.
+    The clip (Schulman et al. 2017, arXiv:1707.06347, eq. 7) limits the step, pi/mu corrects for staleness. Both
+    in one ratio q/mu would slow learning down, the more the staler the episodes. The split is from Hilton et
+    al. 2021, arXiv:2110.00641; truncating pi/mu, to bound the variance, is from V-trace: see `_advantages`.
 
     `model` and `optimizer` are public: with the config, their `state_dict`s are all of a learner's state.
     """
@@ -243,7 +242,7 @@ class Learner:
         return _Samples(obs, action, pi, weight, advantage, target), (mu - pi).mean().item()
 
     def _gradient_step(self, samples: _Samples) -> Tensor:
-        """Move the weights once; return the policy's loss, the values' loss, the entropy, the share clipped."""
+        """Move the weights once; return policy loss, value loss, entropy and the share clipped, [4]."""
         logits, values = self.model(samples.obs)
         log_probs = functional.log_softmax(logits, dim=-1)
         ratio = (_taken(log_probs, samples.action) - samples.logprob).exp()
@@ -275,12 +274,11 @@ def _advantages(
 
         A_t = r_t + gamma V_{t+1} - V_t + gamma lam w_{t+1} A_{t+1}        target_t = V_t + w_t A_t
 
-    The targets are V-trace's, c_t = lam w_t (Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and remark 2). A_t lacks
-    the w_t of its own step, which the objective supplies. For fresh episodes every w is 1, and A is
-    GAE(gamma, lam) (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
+    Targets are V-trace's, c_t = lam w_t (Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and remark 2). A_t has
+    no w_t of its own step: the objective supplies it. For fresh episodes every w is 1, and A is GAE(gamma, lam)
+    (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
     """
-    pairs = [(0.0, 0.0)] * len(rewards)
-    carried = 0.0
+    pairs, carried = [(0.0, 0.0)] * len(rewards), 0.0
     for t in reversed(range(len(rewards))):
         advantage = rewards[t] + gamma * values[t + 1] - values[t] + gamma * lam * carried
         carried = weights[t] * advantage
@@ -289,7 +287,7 @@ def _advantages(
 
 
 def evaluate(weights: Weights, episodes: int = 100, *, seed: int) -> float:
-    """Play greedy episodes of CartPole-v1, each in an environment seeded from `seed`; return the mean return."""
+    """Return the mean return of greedy CartPole-v1 episodes, each in an environment seeded from `seed`."""
     seeds = np.random.SeedSequence(seed).generate_state(episodes).tolist()
     running = [(env, env.reset(seed=s)[0]) for s in seeds for env in [gymnasium.make("CartPole-v1")]]
     total = 0.0

@@ -151,7 +151,7 @@ class TestRecoverEqualsLive:
     @staticmethod
     async def flaky(item: Item, ctx: Context) -> Rollout:
         await anyio.sleep(0.3 + 0.05 * item["n"] + 0.4 * ctx.member)
-        if item["n"] in (2, 7) and ctx.attempt <= 2 or item["n"] == 5:
+        if (item["n"] in (2, 7) and ctx.attempt <= 2) or item["n"] == 5:
             raise ValueError("not yet")
         return Rollout({"n": [item["n"]]}, reward=float(item["n"]), tokens=item["n"])
 
@@ -225,7 +225,7 @@ class TestMoments:
                 await begin(pipe, trained=trained)
                 batch = await pipe.get_batch(2)
                 trained.step(batch)
-                async with pipe.weight_update(version=batch.step, running=running):  # type: ignore[arg-type]
+                async with pipe.weight_update(version=batch.step, running=running):
                     copy = crashed_copy(directory, tmp_path / running)
                     await anyio.sleep(5)
             assert (await self.finish_copy(copy, given, 2, concurrency=3)).items == list(range(12))

@@ -1,7 +1,7 @@
 """Crashes without processes: a copy of a run's folder, taken while the run goes on, is what ``kill -9`` leaves.
 
-What a killed process had not handed to the operating system is lost, and the rest is in the files: so it is with a copy,
-except that a copy takes a while. Its parts are therefore copied against the order in which they are written: a
+What a killed process had not handed to the operating system is lost, and the rest is in the files: so it is with a
+copy, except that a copy takes a while. Its parts are therefore copied against the order in which they are written: a
 generation first, then the journals that it counts on, then the segments that the journals count on.
 """
 

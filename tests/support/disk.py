@@ -25,7 +25,9 @@ class ScriptedFiles(OsFiles):
     """The operating system's files, until call number ``fail_at`` (from 1); that call raises ``error()``.
 
     ``torn``: a write that fails has written half of its bytes. ``after``: the call is done, and raises then.
-    ``stays``: every later call fails as well, as on a full disk.
+    ``stays``: every later call fails as well, as on a full disk. ``power``: with the call that raises, the content of
+    every file that was not synced since it was written is gone. Syncing itself is only noted: without a loss of power
+    nobody can tell, and it takes most of a test's time.
     """
 
     def __init__(
@@ -36,21 +38,37 @@ class ScriptedFiles(OsFiles):
         torn: bool = False,
         after: bool = False,
         stays: bool = False,
+        power: bool = False,
     ) -> None:
         self.calls: list[str] = []
         self.open: set[int] = set()
         self._fail_at, self._error, self._torn, self._after, self._stays = fail_at, error, torn, after, stays
+        self._power, self._root = power, ""
+        self._unsynced: set[tuple[int, int]] = set()
 
     def _enter(self, verb: str) -> bool:
         self.calls.append(verb)
         due = len(self.calls) == self._fail_at or (self._stays and 0 < self._fail_at < len(self.calls))
-        if due and not self._after:
-            raise self._error()
+        if not self._after:
+            self._leave(due)
         return due
 
     def _leave(self, due: bool) -> None:
+        if due and self._power:
+            self._lose_power()
         if due:
             raise self._error()
+
+    def _lose_power(self) -> None:
+        for where, _, names in os.walk(os.path.dirname(self._root)):
+            for name in names:
+                if self._key(os.path.join(where, name)) in self._unsynced:
+                    os.truncate(os.path.join(where, name), 0)
+
+    @staticmethod
+    def _key(file: str | int) -> tuple[int, int]:
+        status = os.stat(file)
+        return status.st_dev, status.st_ino
 
     def makedirs(self, path: str) -> None:
         due = self._enter("makedirs")
@@ -60,6 +78,7 @@ class ScriptedFiles(OsFiles):
     def create(self, path: str) -> int:
         due = self._enter("create")
         handle = super().create(path)
+        self._root = os.path.commonpath([self._root or path, path])
         if due:
             super().close(handle)
         self._leave(due)
@@ -75,12 +94,13 @@ class ScriptedFiles(OsFiles):
                 super().write(handle, [whole[: len(whole) // 2]])
             raise
         written = super().write(handle, chunks)
+        self._unsynced.add(self._key(handle))
         self._leave(due)
         return written
 
     def sync(self, handle: int) -> None:
         due = self._enter("sync")
-        super().sync(handle)
+        self._unsynced.discard(self._key(handle))
         self._leave(due)
 
     def close(self, handle: int) -> None:
@@ -109,15 +129,13 @@ class ScriptedFiles(OsFiles):
         self._leave(due)
 
     def sync_directory(self, path: str) -> None:
-        due = self._enter("sync_directory")
-        super().sync_directory(path)
-        self._leave(due)
+        self._leave(self._enter("sync_directory"))
 
 
 def new_run(directory: str | os.PathLike[str]) -> tuple[Layout, RunFile]:
     """An empty run."""
     layout = Layout(os.fspath(directory))
-    return layout, layout.create_run(OsFiles())
+    return layout, layout.create_run(ScriptedFiles())
 
 
 def new_writer(
@@ -125,7 +143,7 @@ def new_writer(
 ) -> StoreWriter:
     """A writer of an incarnation of ``run``, not driven by anybody."""
     return StoreWriter(
-        layout, files or OsFiles(), run_tag=run.tag, incarnation=incarnation, segment_bytes=segment_bytes
+        layout, files or ScriptedFiles(), run_tag=run.tag, incarnation=incarnation, segment_bytes=segment_bytes
     )
 
 

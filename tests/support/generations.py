@@ -10,8 +10,9 @@ import torch
 from pipeline.checkpoint.generations import GenerationWriter, Stored, find_generations, retire
 from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState, read_state
-from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile
+from tests.support.disk import ScriptedFiles
 
 
 def commit(
@@ -26,7 +27,7 @@ def commit(
     state: dict[str, Any] | None = None,
 ) -> Stored:
     """Commit generation ``number`` with a trainer file and two small files that all say ``step``."""
-    files = files or OsFiles()
+    files = files or ScriptedFiles()
     writer = GenerationWriter(layout, files, number)
     writer.begin()
     if link is not None:

@@ -42,9 +42,12 @@ def calls_of_a_commit(tmp_path: Path, keep: int | None) -> int:
     return len(files.calls)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("torn", [False, True], ids=["", "half written"])
-def test_killed_at_every_call_the_old_or_the_new_one_is_there_in_full(tmp_path: Path, torn: bool, after: bool) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"torn": True}, {"after": True}, {"power": True}, {"power": True, "after": True}],
+    ids=["before", "half written", "after", "power lost before", "power lost after"],
+)
+def test_killed_at_every_call_the_old_or_the_new_one_is_there_in_full(tmp_path: Path, how: dict[str, bool]) -> None:
     """CASES 39 and 40, with the removal of an old generation in the same go."""
     total = calls_of_a_commit(tmp_path, keep=2)
     seen = set()
@@ -53,7 +56,7 @@ def test_killed_at_every_call_the_old_or_the_new_one_is_there_in_full(tmp_path: 
         commit(layout, run, 0, 10)
         commit(layout, run, 1, 20)
         with pytest.raises(Killed):
-            commit(layout, run, 2, 30, files=ScriptedFiles(call, Killed, torn=torn, after=after), keep=2)
+            commit(layout, run, 2, 30, files=ScriptedFiles(call, Killed, **how), keep=2)
         stored = newest(layout, run)
         assert says(stored) in (whole(20), whole(30)), call
         seen.add(stored.manifest.step)

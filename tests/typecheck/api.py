@@ -1,0 +1,53 @@
+"""How the public names are typed: mypy checks this file, nothing runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_type
+
+import torch
+
+from forebay import Batch, Context, Group, Item, Pipeline, Progress, Resumed, Rollout, SequenceSource, Source, Task
+
+
+async def solve(item: Item, ctx: Context) -> Rollout:
+    assert_type(ctx.version, int)
+    assert_type(ctx.attempt, int)
+    assert_type(item.index, int)
+    return Rollout({"x": torch.zeros(3)}, reward=ctx.rng.random(), info={"a": 1})
+
+
+class Model:
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+source: Source = SequenceSource([1, 2, 3])
+task = Task("t", source=source, run=solve)
+
+
+async def asynchronous() -> None:
+    async with Pipeline([task], directory="runs/a", max_staleness=2) as pipe:
+        pipe.attach(model=Model())
+        assert_type(await pipe.resume(), Resumed)
+        await pipe.start()
+        assert_type(pipe.progress, Progress)
+        async for batch in pipe.batches(groups=4, until=10):
+            assert_type(batch, Batch)
+            for group in batch:
+                assert_type(group, Group)
+            assert_type(batch.padded(), dict[str, torch.Tensor])
+            async with pipe.weight_update(version=batch.step, running="finish"):
+                pass
+            await (await pipe.save(batch.step)).committed()
+
+
+def synchronous() -> None:
+    with Pipeline(task, {"concurrency": 4}).sync() as pipe:
+        pipe.start(weights_current=True)
+        for batch in pipe.batches(groups=4):
+            assert_type(batch.rewards, torch.Tensor)
+            pipe.save(batch.step).committed()
+        assert_type(pipe.metrics(), dict[str, float])
