@@ -6,13 +6,10 @@ A part that is to be replaced implements one of these and is tested by the suite
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from pipeline.records import Item, Rollout, SourceMark
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # A rollout function: ``async def solve(item, ctx) -> Rollout``.
 Runner: TypeAlias = Callable[[Item, Any], Awaitable[Rollout]]
@@ -64,13 +61,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any:
         """Take back what :meth:`state_dict` gave."""
         ...
-
-
-class AttemptContext(Protocol):
-    """The part of a rollout function's ``ctx`` that an engine needs."""
-
-    resource: Any
-    deadline: float
 
 
 class Engine(Protocol):
@@ -132,13 +122,3 @@ class Storage(Protocol):
     def discard(self, uid: int) -> None: ...
 
     def __len__(self) -> int: ...
-
-
-class Order(Protocol):
-    """Where each position of an epoch lies in its source: a pure function."""
-
-    def __call__(self, seed: int, epoch: int, positions: np.ndarray, length: int) -> np.ndarray: ...
-
-
-# What ``on_restart`` is told: keys of the attempts that a crash left behind.
-RestartHook: TypeAlias = Callable[[Iterable[str]], Awaitable[None]]

@@ -214,11 +214,11 @@ class Pipeline:
                     return
                 raise
             yield batch
-            self._ack_if_leased(batch.step)
+            self._ack_if_leased(batch)
 
-    def _ack_if_leased(self, step: int) -> None:
-        if step in self._run.state.ledger.leases:
-            self._run.consumer.ack(step)
+    def _ack_if_leased(self, batch: Batch) -> None:
+        if not batch.released and batch.step in self._run.state.ledger.leases:
+            self._run.consumer.ack(batch.step)
 
     async def ack(self, step: int) -> None:
         """Note that the weights include every batch up to ``step``.

@@ -153,7 +153,7 @@ class SyncPipeline:
                     return
                 raise
             yield batch
-            self._do(self._pipe._ack_if_leased, batch.step)
+            self._do(self._pipe._ack_if_leased, batch)
 
     def ack(self, step: int) -> None:
         """See :meth:`pipeline.Pipeline.ack`."""

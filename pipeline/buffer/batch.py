@@ -83,10 +83,14 @@ class Batch:
     ) -> None:
         self.step, self.groups, self.repeated = step, tuple(groups), repeated
         self._release = release
+        self.released = False
+        """Whether it was given back; another batch may have its step by now."""
 
     def release(self) -> None:
         """Give the batch back untrained: its groups are buffered again. A second call does nothing."""
-        self._release(self.step)
+        if not self.released:
+            self.released = True
+            self._release(self.step)
 
     @cached_property
     def rollouts(self) -> list[Rollout]:

@@ -15,6 +15,8 @@ from typing import Any, Final
 LOCKED: Final = 75
 """The training process's exit code where another one writes in the directory."""
 
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
 
 class Stop:
     """A request to save and stop at the next step: Ctrl-C, SIGTERM, or a parent that is gone."""
@@ -27,8 +29,8 @@ class Stop:
         """Take the signals over. A second Ctrl-C ends the process at once, which a run survives as it does a kill."""
         signal.signal(signal.SIGINT, self._interrupted)
         signal.signal(signal.SIGTERM, self._told)
-        # The parent starts this process with SIGINT held back, so that none falls into its imports.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        # The parent starts this process with them held back, so that none falls into its imports.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import tasks
-from tasks.demo.process import LOCKED
+from tasks.demo.process import LOCKED, SIGNALS
 
 PATIENCE = 4
 """How often it is started while one that lost its parent still saves."""
@@ -38,8 +38,8 @@ class Trainer:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-P", "-m", "tasks.demo.train", *arguments, "--report-to", str(writing)]
         self.begun = time.monotonic()
-        # It listens for Ctrl-C once it can do something about it, and not in the middle of its imports.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # It hears of signals once it can do something about them, and not in the middle of its imports.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process = subprocess.Popen(
                 command,
@@ -49,7 +49,7 @@ class Trainer:
                 env={**os.environ, "PYTHONPATH": path},
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             os.close(writing)
         self._pipe = open(reading, "rb")  # noqa: SIM115  closed by `wait`
 
@@ -129,7 +129,7 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._signalled) for number in SIGNALS}
         try:
             yield
         finally:

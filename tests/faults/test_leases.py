@@ -39,7 +39,6 @@ class TestRelease:
             assert states(pipe, first.uids) == {"buffered"}
             again = await pipe.get_batch(4)
             assert (ids(again), again.step) == ([0, 1, 2, 3], 1)
-            first.release()  # of a batch that was given back: does nothing... but the lease of step 1 is another's
             pipe.release(again)
             assert ids(await pipe.get_batch(2)) == [0, 1]
             assert ids(await pipe.get_batch(2)) == [2, 3], "what one batch left over, the next one gets"
@@ -61,6 +60,14 @@ class TestRelease:
             assert new.step == old.step
             old.release()
             assert states(pipe, new.uids) == {"leased"}
+
+    async def test_the_loop_does_not_ack_a_batch_that_was_given_back_and_replaced(self) -> None:
+        async with twelve() as pipe:
+            batches = pipe.batches(groups=4)
+            (await anext(batches)).release()
+            inside = await pipe.get_batch(4)
+            assert (inside.step, (await anext(batches)).step) == (1, 2)
+            assert states(pipe, inside.uids) == {"leased"}
 
     async def test_a_batch_of_an_acked_step_can_no_longer_be_released(self) -> None:
         async with twelve() as pipe:

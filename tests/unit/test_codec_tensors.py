@@ -81,7 +81,7 @@ def test_types_that_numpy_lacks_keep_their_bits(dtype: torch.dtype, shape: tuple
         assert torch.equal(back(tensor.T).float(), tensor.T.float())
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, np.ndarray] = {
     "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
     "strided": np.arange(10)[::2],
     "transposed": np.arange(6).reshape(2, 3).T,
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "records": (np.zeros(2, [("a", "f4")]), "f4"),
     "long double": (np.longdouble(1), "dtype"),
     "complex128": (np.zeros(2, np.complex128), "complex128"),
-    "masked": (np.ma.masked_array([1, 2, 3], [0, 1, 0]), "masked"),
+    "masked": (np.ma.masked_array([1, 2, 3], [False, True, False]), "masked"),
     "sparse": (torch.eye(2).to_sparse(), "sparse"),
     "meta": (torch.zeros(2, device="meta"), "meta"),
     "torch complex128": (torch.zeros(2, dtype=torch.complex128), "complex128"),
