@@ -49,6 +49,8 @@ class CapturedState:
             raise UsageError(f"attached {name!r}: {error}") from None
 
     def _leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, tuple):
+            return {MARK: ["Size", list(value)]} if isinstance(value, torch.Size) else None
         if isinstance(value, (torch.Tensor, np.ndarray)):
             if hasattr(value, "device_mesh"):
                 raise PlainValueError(f"a DTensor at {path}; write it inside `async with pipe.checkpoint(step)`")
@@ -57,8 +59,8 @@ class CapturedState:
             except (TypeError, RuntimeError) as error:
                 raise PlainValueError(f"{error} (at {path})") from None
             return {MARK: ["tensor" if isinstance(value, torch.Tensor) else "array", self._number(value)]}
-        if isinstance(value, (torch.dtype, torch.device, torch.Size)):
-            return {MARK: [type(value).__name__, str(value) if not isinstance(value, torch.Size) else list(value)]}
+        if isinstance(value, (torch.dtype, torch.device)):
+            return {MARK: [type(value).__name__, str(value)]}
         raise PlainValueError(
             f"a {type(value).__name__} at {path} cannot be stored without pickle; state_dict() must give tensors, "
             "arrays, None, bool, int, float, str, bytes, and lists, tuples and dicts of them"
@@ -157,8 +159,12 @@ def read_state(path: str, *, size: int, checksum: str) -> Any:
 
 
 def _read_tensors(path: str) -> dict[str, torch.Tensor]:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        return read_blob(memoryview(mapped), path) if len(mapped) else {}
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # cannot be mapped
+            return {}
+        # The view is released before the map is closed, also when the blob is damaged.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            return read_blob(view, path)
 
 
 def check_file(path: str, *, size: int, checksum: str) -> None:

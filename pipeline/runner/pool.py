@@ -12,6 +12,8 @@ per attempt would cost more than all the rest. A scope that was cancelled is lef
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
@@ -121,7 +123,13 @@ class Pool:
     def abort(self, reason: str) -> None:
         """Interrupt every attempt in flight; they end as interrupted with ``reason``."""
         for worker in self._workers:
-            if worker.job is not None:
+            job = worker.job
+            if job is None:
+                continue
+            if worker.scope is None or worker.wake is not None:  # its worker has not begun it
+                self._ended(worker, job)
+                self._work.interrupted(job, reason)
+            else:
                 self._cut(worker, reason)
 
     async def drained(self) -> None:
@@ -211,6 +219,7 @@ class Pool:
                 worker.wake = anyio.Event()
                 self._idle.append(worker)
                 await worker.wake.wait()
+                worker.wake = None
                 continue
             timeout = job.task.timeout
             limit = None if timeout is None else self._begin(worker, job, timeout)
@@ -227,7 +236,7 @@ class Pool:
                     limit.end(worker)
                 self._ended(worker, job)
                 self._failed(worker, job, error)
-                if not isinstance(error, Exception):
+                if not isinstance(error, Exception) and not _is_runners(error, scope):
                     raise
             else:
                 self._ended(worker, job)
@@ -267,10 +276,26 @@ class Pool:
     def _failed(self, worker: _Worker, job: Job, error: BaseException) -> None:
         """An attempt failed, or was cancelled: by an abort, by its deadline, or because everything ends."""
         assert worker.scope is not None
-        if isinstance(error, Exception) and not worker.scope.cancel_called:
+        if _is_runners(error, worker.scope):
             self._work.failed(job, error, "error")
         elif worker.cut == _TIMEOUT:
             late = TimeoutError(f"{job.item}: the attempt took longer than timeout={job.task.timeout} s")
             self._work.failed(job, late, "timeout")
         else:
             self._work.interrupted(job, worker.cut or "shutdown")
+
+
+def _is_runners(error: BaseException, scope: anyio.CancelScope) -> bool:
+    """Whether ``error`` is the runner's own, and not a cancellation of its attempt or the end of the process.
+
+    A runner may let out what is no ``Exception``: ``SystemExit``, or the cancellation of something that it waited for.
+    """
+    if scope.cancel_called or isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+        return False
+    if not isinstance(error, anyio.get_cancelled_exc_class()):
+        return True
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False  # on trio nobody but a scope cancels
+    return task is not None and not task.cancelling() and anyio.current_effective_deadline() > -math.inf

@@ -26,7 +26,8 @@ def to_plain(value: Any, *, leaf: Callable[[Any, str], Any] | None = None) -> An
 
     Args:
         value: None, bool, int, float, str, bytes, numpy scalars, and lists, tuples and mappings of them.
-        leaf: called with (value, path) for what is none of these; returns a plain value.
+        leaf: called with (value, path) for what is none of these; returns a plain value. For a subclass of tuple it may
+            return None: then it is stored as a tuple.
 
     Raises:
         PlainValueError: something else, or nested deeper than 200 levels (a tuple counts as two of them, a mapping
@@ -49,6 +50,10 @@ def _to(value: Any, path: str, depth: int, leaf: Callable[[Any, str], Any] | Non
         return _mapping(value, path, depth, leaf)
     if kind is list:
         return [_to(each, f"{path}[{place}]", depth + 1, leaf) for place, each in enumerate(value)]
+    if kind is not tuple and leaf is not None and isinstance(value, tuple):
+        special = leaf(value, path)
+        if special is not None:
+            return special
     if isinstance(value, tuple):  # wrapped, it is two levels on the wire
         return {MARK: ["tuple", [_to(each, f"{path}[{i}]", depth + 2, leaf) for i, each in enumerate(value)]]}
     if isinstance(value, (np.bool_, np.integer, np.floating)) and not isinstance(value, np.longdouble):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import mmap
+import os
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from pipeline.errors import Damaged
 from pipeline.records import Location
-from pipeline.store.frames import PAYLOAD, Header, read_frame
+from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c, decode_header
 from pipeline.store.layout import Layout
 
 
@@ -36,42 +38,70 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bool = False
 
 
+Place = tuple[int, int, Location]
+"""(uid, member, where its frame begins)."""
+
+
 class PayloadReader:
-    """Reads payload frames by location, keeping no file open between calls of :meth:`read_many`."""
+    """Reads payload frames by location, keeping no file open between calls. Blocks: call it in a thread."""
 
     def __init__(self, layout: Layout, run_tag: int) -> None:
         self._layout = layout
         self._run_tag = run_tag
 
-    def read_many(self, places: Iterable[tuple[int, int, Location]]) -> dict[tuple[int, int], bytes]:
-        """Return the blobs of (uid, member, location) triples by (uid, member). Blocks: call it in a thread.
+    def read_many(self, places: Iterable[Place]) -> dict[tuple[int, int], bytes]:
+        """Return the blobs of some places by (uid, member).
 
         Raises:
             Damaged: a segment is missing, or the payload in it is not whole or not the right one.
         """
-        by_file: dict[str, list[tuple[int, int, Location]]] = {}
-        for uid, member, location in places:
-            path = self._layout.segment(location.incarnation, location.rank, location.segment)
-            by_file.setdefault(path, []).append((uid, member, location))
-        blobs: dict[tuple[int, int], bytes] = {}
-        for path, wanted in by_file.items():
-            wanted.sort(key=lambda each: each[2].offset)
+        return {(uid, member): blob for uid, member, blob in self._read(places)}
+
+    def verify(self, places: Iterable[Place]) -> None:
+        """Read every place and compare its checksums; nothing is kept.
+
+        Raises:
+            Damaged: as :meth:`read_many`.
+        """
+        for _ in self._read(places):
+            pass
+
+    def _read(self, places: Iterable[Place]) -> Iterator[tuple[int, int, bytes]]:
+        by_file: dict[tuple[int, int, int], list[Place]] = {}
+        for place in places:
+            where = place[2]
+            by_file.setdefault((where.incarnation, where.rank, where.segment), []).append(place)
+        for number in sorted(by_file):
+            path = self._layout.segment(*number)
+            wanted = sorted(by_file[number], key=_offset)
             try:
                 with open(path, "rb") as file:
+                    # Mapped: one payload costs no system call. An empty file cannot be, and holds nothing anyway.
+                    size = os.fstat(file.fileno()).st_size
+                    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
                     for uid, member, location in wanted:
-                        frame = read_frame(file, location.offset, path)
-                        if frame is None or not self._is(frame.header, uid, member):
-                            raise Damaged(
-                                f"{path} at byte {location.offset}: the payload of uid {uid}, member {member} is "
-                                "damaged or missing. Restore the file from a copy."
-                            )
-                        blobs[uid, member] = frame.payload
+                        yield uid, member, self._frame(data, size, path, uid, member, location.offset)
             except FileNotFoundError:
                 raise Damaged(
                     f"{path}: the segment is missing; it holds uid {wanted[0][0]} and more. "
                     "Restore the file from a copy."
                 ) from None
-        return blobs
+
+    def _frame(self, data: mmap.mmap | bytes, size: int, path: str, uid: int, member: int, offset: int) -> bytes:
+        begin = offset + HEADER_BYTES
+        header = decode_header(data[offset:begin], path)
+        if header is not None and self._is(header, uid, member) and begin + header.length <= size:
+            payload = data[begin : begin + header.length]
+            if crc32c(payload) == header.checksum:
+                return payload
+        raise Damaged(
+            f"{path} at byte {offset}: the payload of uid {uid}, member {member} is damaged or missing. "
+            "Restore the file from a copy."
+        )
 
     def _is(self, header: Header, uid: int, member: int) -> bool:
         return header[0] == PAYLOAD and (header.run_tag, header.sequence, header.number) == (self._run_tag, uid, member)
+
+
+def _offset(place: Place) -> int:
+    return place[2].offset

@@ -45,6 +45,10 @@ class Producer:
             if status == PENDING:
                 self._ready.append((entry.uid, entry.life, member))
 
+    def sort_ready(self) -> None:
+        """After an abort: let the oldest items begin first, in whatever order their workers were cancelled."""
+        self._ready = deque(sorted(self._ready))
+
     def requeue_all(self) -> None:
         """After a recovery: queue what is waiting, oldest first."""
         self._ready.clear()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, check_generation
+from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, UsageError
 from pipeline.ledger import BUFFERED, LEASED, ConsumerHalf, Lease, Ledger
@@ -68,9 +69,12 @@ def recover_run(
     with open(path, "rb") as file:
         progress, unknown = decode_progress(file.read(), path)
     promised = {(each.incarnation, each.rank): each.bytes for each in stored.manifest.journals}
-    logged = list(read_journals(layout, run_tag=run_tag, promised=promised, torn=torn))
-    ledger, sampler, places = fold(half, logged, plans, seed=seed, opened=opened)
-    pending = pending_batches(ledger, ledger.restore(half), hints_after(stored, logged), half.step)
+    folded = Fold(half, plans, seed=seed, line=stored.manifest)
+    for logged in read_journals(layout, run_tag=run_tag, promised=promised, torn=torn):
+        folded.apply(logged)
+    ledger, sampler, places = folded.ledger, folded.sampler, folded.places
+    ledger.apply(opened)
+    pending = pending_batches(ledger, ledger.restore(half), folded.hints, half.step)
     live = {entry.uid for entry in ledger.entries.values()}
     kept = {uid: members for uid, members in places.places.items() if uid in live}
     _check_payloads(layout, run_tag, ledger, kept)
@@ -81,46 +85,52 @@ def recover_run(
         for info in stored.manifest.files
         if info.path.startswith(TRAINER_FOLDER + "/")
     }
-    return Recovered(ledger, sampler, progress, unknown, pending, kept, states, len(logged))
+    return Recovered(ledger, sampler, progress, unknown, pending, kept, states, folded.events)
 
 
-def fold(
-    half: ConsumerHalf, logged: Iterable[Logged], plans: Sequence[DrawPlan], *, seed: int, opened: Opened
-) -> tuple[Ledger, Sampler, PayloadPlaces]:
-    """Apply every event, in order, to a ledger, a sampler and the places of payloads.
+class Fold:
+    """Applies events, in the order of the journals, to everything that is recovered from them."""
 
-    Raises:
-        UsageError: the run was begun with another seed.
-    """
-    ledger, sampler, places = Ledger(half), Sampler(plans, seed), PayloadPlaces(places={})
-    for incarnation, rank, _, event in logged:
-        if type(event) is Opened and event.seed != seed:
+    def __init__(
+        self, half: ConsumerHalf, plans: Sequence[DrawPlan], *, seed: int, line: Manifest | None = None
+    ) -> None:
+        """Args:
+        half: the consumer half of the generation that is recovered.
+        plans: the tasks that the run has now.
+        seed: the run's seed as it is given now.
+        line: the generation's manifest, for the batches that its own line handed out after it.
+        """
+        self.ledger, self.sampler = Ledger(half), Sampler(plans, seed)
+        self.places = PayloadPlaces(places={})
+        self.hints: list[BatchHint] = []
+        """The batches that the generation's own line handed out after it. The line is what the incarnation that
+        committed the generation did next; others are abandoned, and their hints ignored."""
+        self.events = 0
+        self._seed = seed
+        self._incarnation = -1 if line is None else line.incarnation
+        self._after = {} if line is None else {(each.incarnation, each.rank): each.sequence for each in line.journals}
+
+    def apply(self, logged: Logged) -> None:
+        """Take in the next event.
+
+        Raises:
+            UsageError: the run was begun with another seed.
+        """
+        incarnation, rank, sequence, event = logged
+        if type(event) is Opened and event.seed != self._seed:
             raise UsageError(
-                f"seed={seed}: the run was begun with seed={event.seed}, and the order of its items hangs on it. "
+                f"seed={self._seed}: the run was begun with seed={event.seed}, and the order of its items hangs on it. "
                 f"Use seed={event.seed}, or another directory"
             )
-        ledger.apply(event)
-        sampler.apply(event)
-        places.apply(incarnation, rank, event)
-    ledger.apply(opened)
-    return ledger, sampler, places
+        self.events += 1
+        self.ledger.apply(event)
+        self.sampler.apply(event)
+        self.places.apply(incarnation, rank, event)
+        if type(event) is BatchHint and incarnation == self._incarnation and sequence > self._from(incarnation, rank):
+            self.hints.append(event)
 
-
-def hints_after(stored: Stored, logged: Iterable[Logged]) -> list[BatchHint]:
-    """Return the batches that the generation's own line handed out after it, in the order of the journal.
-
-    The line is what the incarnation that committed the generation did next; lines that began at other generations
-    are abandoned, and their hints ignored.
-    """
-    manifest = stored.manifest
-    line = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
-    return [
-        event
-        for incarnation, rank, sequence, event in logged
-        if type(event) is BatchHint
-        and incarnation == manifest.incarnation
-        and sequence > line.get((incarnation, rank), 0)
-    ]
+    def _from(self, incarnation: int, rank: int) -> int:
+        return self._after.get((incarnation, rank), 0)
 
 
 def pending_batches(ledger: Ledger, leases: Iterable[Lease], hints: Iterable[BatchHint], step: int) -> list[Lease]:
@@ -163,16 +173,9 @@ def _check_attached(stored: Stored, attached: Sequence[str]) -> None:
 
 def _check_payloads(layout: Layout, run_tag: int, ledger: Ledger, places: Mapping[int, Mapping[int, Location]]) -> None:
     """Read every payload of a finished group once: damage is found now, not when its batch is due."""
-    reader = PayloadReader(layout, run_tag)
-    wanted: list[tuple[int, int, Location]] = []
-    size = 0
-    for entry in ledger.entries.values():
-        if entry.state not in (BUFFERED, LEASED):
-            continue
-        for member, location in places.get(entry.uid, {}).items():
-            wanted.append((entry.uid, member, location))
-            size += location.length
-            if size > 64 << 20:
-                reader.read_many(wanted)
-                wanted, size = [], 0
-    reader.read_many(wanted)
+    PayloadReader(layout, run_tag).verify(
+        (entry.uid, member, location)
+        for entry in ledger.entries.values()
+        if entry.state in (BUFFERED, LEASED)
+        for member, location in places.get(entry.uid, {}).items()
+    )

@@ -213,18 +213,22 @@ class Run:
         state, saver = self.state, self._saver
         assert saver is not None
         adopt(state, found)
+        self.weights.require_update(state.version)
         await self._open_writer(found.opened, apply=False)
         settle(state, restart)
         self.producer.requeue_all()
         saver.parent = found.stored.manifest.generation
         saver.journals = list(found.stored.manifest.journals)
         await saver.acquire()
-        capture = saver.begin("resume", [], list(self.attached))
-        link_trainer(capture, found.stored)
-        await self.in_thread(lambda: capture.write_trainer(self._files))
+        try:
+            capture = saver.begin("resume", [], list(self.attached))
+            link_trainer(capture, found.stored)
+            await self.in_thread(lambda: capture.write_trainer(self._files))
+        except BaseException:
+            saver.release()
+            raise
         await saver.finish(capture)
         resumed = describe(state, found)
-        self.weights.require_update(state.version)
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
 
@@ -265,8 +269,8 @@ class Run:
         self.weights.check_start(weights_current)
         if self._folder is not None and self.state.writer is None:
             await self._open_writer(opening(self.state, -1, 0), apply=True)
-            return True
-        return False
+        # An earlier start() or resume() may have failed before its generation was committed.
+        return self._saver is not None and not self._saver.committed
 
     def produce(self) -> None:
         """Second half of ``start``: let rollouts run."""

@@ -105,6 +105,8 @@ class Saver:
         self._busy = False
         self._free = Signal()
         self._failed: ForebayError | None = None
+        self.committed = False
+        """Whether this incarnation has committed a generation."""
         self.parent = -1
         self.next_generation = 0
         self.journals: list[JournalPosition] = []
@@ -171,14 +173,18 @@ class Saver:
             # The journal may have gone on since the capture; what counts is where it stood then.
             own = msgspec.structs.replace(position, sequence=capture.sequence)
             stored: Stored = await self._in_thread(lambda: self._commit(capture, [*self.journals, own], segments))
-        except ForebayError as error:
-            await self._in_thread(capture.abandon)
+        except BaseException as error:
             saving = capture.saving
             state.log.error(events.GENERATION_FAILED, generation=saving.generation, step=saving.step, error=str(error))
-            saving.end(error)
+            with anyio.CancelScope(shield=True):
+                await self._in_thread(capture.abandon)
+            # However it ended, nobody is left waiting for it.
+            cut = WriteFailed(f"generation {saving.generation} was cut off before it was committed: {error!r}")
+            saving.end(error if isinstance(error, ForebayError) else cut)
             raise
         finally:
             self.release()
+        self.committed = True
         self.parent = stored.manifest.generation
         capture.saving.end()
         state.log.info(
@@ -213,10 +219,17 @@ class Saver:
             files=sorted(writer.infos, key=lambda info: info.path),
         )
         stored = writer.commit(manifest)
-        found = find_generations(self._layout, manifest.run_id)
-        for number in retire(self._layout, self._files, found.complete, self._state.options.keep):
-            self._state.log.debug(events.GENERATION_REMOVED, generation=number)
+        self._retire(manifest.run_id)
         return stored
+
+    def _retire(self, run_id: str) -> None:
+        found = find_generations(self._layout, run_id)
+        try:
+            for number in retire(self._layout, self._files, found.complete, self._state.options.keep):
+                self._state.log.debug(events.GENERATION_REMOVED, generation=number)
+        except OSError as error:
+            # The new generation is committed; the next one tries to remove them again.
+            self._state.log.warning(events.GENERATION_REMOVED, generation=None, error=str(error))
 
 
 def link_trainer(capture: Capture, stored: Stored) -> None:

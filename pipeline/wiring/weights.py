@@ -60,7 +60,7 @@ class Weights:
             raise UsageError("a weight_update is open already")
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise ConfigError.of("version", version, "a whole number of at least 0 is needed")
-        if version < self._state.version and self._required is None:
+        if version < self._state.version:
             raise ConfigError.of(
                 "version", version, f"versions never fall: the weights in use have {self._state.version}"
             )
@@ -74,6 +74,7 @@ class Weights:
                 pool.abort("weight update")
             if running != "keep":
                 await pool.drained()
+                self._producer.sort_ready()
         except BaseException:
             # Nothing was pushed: rollouts go on with the weights that there are.
             self._updating = False

@@ -20,6 +20,11 @@ from pipeline.errors import ForebayError
 from tasks.demo import plan
 
 OK, NOT_REACHED, USAGE, UNSOUND, FAILED = 0, 1, 2, 3, 4
+DESCRIPTION = f"""\
+Train CartPole-v1 from asynchronous rollouts until the mean of {plan.EVALUATION_EPISODES} evaluation episodes
+is at least {plan.MARK:g}. On the way the training process is killed with SIGKILL and
+started again. A table, made from the run's files, says what became of every rollout.
+"""
 EXITS = """\
 exit codes:
   0  the mark was reached, nothing was lost and nothing trained twice
@@ -66,9 +71,7 @@ def say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forebay demo",
-        description="Train CartPole-v1 from asynchronous rollouts until the mean of "
-        f"{plan.EVALUATION_EPISODES} evaluation episodes is at least {plan.MARK:g}. On the way the training process is "
-        "killed with SIGKILL and started again. A table says what became of every rollout.",
+        description=DESCRIPTION,
         epilog=EXITS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -102,13 +105,12 @@ def _run(given: argparse.Namespace) -> int:
     code, supervisor = _supervise(given, directory, seed, kill=kill)
     if supervisor.stopped_by is not None:
         again = ["forebay", "demo", "--seed", str(seed), "--steps", str(given.steps), "--directory", directory]
-        saved = (
-            "Stopped and saved." if code == 0 else "Stopped; what came after the last checkpoint will be done again."
-        )
-        say(f"{saved} To go on: {shlex.join([*again, *(['--no-kill'] if given.no_kill else [])])}")
+        again += ["--no-kill"] if given.no_kill else []
+        stopped = "Stopped and saved." if code == 0 else "Stopped; what followed the last checkpoint is done again."
+        say(f"{stopped} To go on: {shlex.join(again)}")
         return 128 + int(supervisor.stopped_by)
     if code != 0:
-        say(f"The training process failed: {supervisor.error or f'exit code {code}'}")
+        say(f"The training process failed: {supervisor.error or f'exit code {code}. Run it again to go on'}")
         return FAILED
     seconds_to_resume = supervisor.seconds_to_resume or measured.seconds_to_resume
     measured = Measured(seconds=time.monotonic() - begun, seconds_to_resume=seconds_to_resume)
@@ -125,7 +127,8 @@ def _is_finished(books: Any, steps: int) -> bool:
 def _was_killed(books: Any) -> bool:
     from tasks.demo.audit import audit
 
-    return bool(audit(books).kills)
+    # One that nobody resumed yet may still be alive, and saving because its parent is gone.
+    return any(kill.resumed_from is not None for kill in audit(books).kills)
 
 
 def _supervise(given: argparse.Namespace, directory: str, seed: int, *, kill: bool) -> tuple[int, Any]:
@@ -133,7 +136,7 @@ def _supervise(given: argparse.Namespace, directory: str, seed: int, *, kill: bo
 
     def tell(report: dict[str, Any]) -> None:
         event, step = report["event"], report.get("step")
-        if event == "resumed" and step:
+        if event == "resumed" and (step or report["buffered"]):
             kept, batches = report["buffered"], report["repeated"]
             say(f"Resumed from step {step}: {kept} finished rollouts are there, {batches} batches come again.")
         elif event == "evaluated":

@@ -106,6 +106,7 @@ def table(summary: Summary) -> str:
         ("steps", str(summary.steps), f"of {plan.BATCH} rollouts each"),
         ("return", _number(summary.evaluation, 1), _verdict(summary)),
         ("rollouts produced", str(summary.produced), _not_trained(summary)),
+        ("run again", str(summary.run_again_cut + summary.run_again_outdated), _run_again(summary)),
         ("trained", str(summary.trained), _stale(summary)),
         ("recovered after the kill", str(summary.recovered), _recovered(summary)),
         ("lost", str(summary.lost), ""),
@@ -133,9 +134,12 @@ def _not_trained(summary: Summary) -> str:
         (summary.buffered, "buffered at the end"),
         (summary.unfinished, "unfinished"),
         (sum(summary.dropped.values()), "dropped"),
-        (summary.run_again_outdated, "too old and run again"),
-        (summary.run_again_cut, "cut by the kill and run again"),
     ]
+    return ", ".join(f"{count} {what}" for count, what in parts if count)
+
+
+def _run_again(summary: Summary) -> str:
+    parts = [(summary.run_again_outdated, "had become too old"), (summary.run_again_cut, "were cut by the kill")]
     return ", ".join(f"{count} {what}" for count, what in parts if count)
 
 

@@ -98,7 +98,7 @@ def train(directory: str, *, seed: int, steps: int, report: Reports, stop: Stop,
         seed=seed,
         keep=None,  # the audit follows the line of checkpoints back to the first
     )
-    with Pipeline(cartpole, options).sync() as pipe, ProgressBar(steps) as bar:
+    with Pipeline(cartpole, options).sync() as pipe:
         log(directory, verbose)
         pipe.attach(model=learner.model, optimizer=learner.optimizer, evaluations=evaluations)
         resumed = pipe.resume()
@@ -108,21 +108,22 @@ def train(directory: str, *, seed: int, steps: int, report: Reports, stop: Stop,
         with pipe.weight_update(version=resumed.version):
             actor.weights = learner.weights()
         pipe.start()
-        for batch in pipe.batches(groups=plan.BATCH, until=steps):
-            figures = learner.update(episodes_of(batch), batch.step)
-            with pipe.weight_update(version=batch.step):
-                actor.weights = learner.weights()
-            if due := batch.step % plan.SAVE_EVERY == 0 or batch.step == steps:
-                value = evaluate(actor.weights, episodes=plan.EVALUATION_EPISODES, seed=seed)
-                evaluations.points.append((batch.step, value))
-                report("evaluated", step=batch.step, value=value)
-            ending = stop.requested or (due and evaluations.are_enough(batch.step, steps))
-            if due or ending:
-                pipe.save(batch.step)
-            bar.update(batch.step, pipe.metrics())
-            report("trained", step=batch.step, value=figures["mean_return"], repeated=batch.repeated)
-            if ending:
-                break
+        with ProgressBar(steps) as bar:
+            for batch in pipe.batches(groups=plan.BATCH, until=steps):
+                figures = learner.update(episodes_of(batch), batch.step)
+                with pipe.weight_update(version=batch.step):
+                    actor.weights = learner.weights()
+                if due := batch.step % plan.SAVE_EVERY == 0 or batch.step == steps:
+                    value = evaluate(actor.weights, episodes=plan.EVALUATION_EPISODES, seed=seed)
+                    evaluations.points.append((batch.step, value))
+                    report("evaluated", step=batch.step, value=value)
+                ending = stop.requested or (due and evaluations.are_enough(batch.step, steps))
+                if due or ending:
+                    pipe.save(batch.step)
+                bar.update(batch.step, pipe.metrics())
+                report("trained", step=batch.step, value=figures["mean_return"], repeated=batch.repeated)
+                if ending:
+                    break
 
 
 def log(directory: str, verbose: bool) -> None:
