@@ -77,9 +77,10 @@ class Entry:
         self.position, self.size, self.need, self.kind = event.position, size, event.need, event.kind
         self.content, self.rank = event.content, rank
         self.state = RUNNING
-        self.members = [PENDING] * size
-        self.failures = [0] * size
-        self.attempts = [0] * size
+        # Bytes and tuples of numbers, because the garbage collector does not walk through those.
+        self.members = bytearray(size)
+        self.failures: tuple[int, ...] = (0,) * size
+        self.attempts = self.failures
         self.unsettled, self.in_flight = size, 0
         self.life = self.interruptions = self.deaths = 0
         self.rerolls = 0
@@ -202,7 +203,7 @@ class Ledger:
         if entry is None:
             return
         entry.members[event.member] = IN_FLIGHT
-        entry.attempts[event.member] = event.attempt
+        entry.attempts = _with(entry.attempts, event.member, event.attempt)
         entry.in_flight += 1
         if entry.state != RUNNING:
             self._move(entry, RUNNING)
@@ -234,7 +235,7 @@ class Ledger:
         if entry is None:
             return None
         self.totals[entry.task].failed += 1
-        entry.failures[event.member] += 1
+        entry.failures = _with(entry.failures, event.member, entry.failures[event.member] + 1)
         if event.final:
             entry.members[event.member] = GIVEN_UP
             return self._settle(entry)
@@ -293,7 +294,7 @@ class Ledger:
         self.totals[entry.task].reopened += 1
         entry.life += 1
         entry.rerolls += event.reason == "expired"
-        entry.members = [PENDING] * entry.size
+        entry.members = bytearray(entry.size)
         entry.unsettled, entry.in_flight = entry.size, 0
         entry.oldest, entry.newest, entry.rewards, entry.tokens = None, 0, 0.0, 0
         self._move(entry, WAITING)
@@ -306,7 +307,7 @@ class Ledger:
                 self.totals[entry.task].interrupted += entry.in_flight
                 entry.interruptions += 1
                 entry.deaths += not self._clean
-                entry.members = [PENDING if member == IN_FLIGHT else member for member in entry.members]
+                entry.members = bytearray(PENDING if member == IN_FLIGHT else member for member in entry.members)
                 entry.in_flight = 0
             if entry.state == RUNNING:
                 self._move(entry, WAITING)
@@ -459,6 +460,11 @@ class Ledger:
             "dropped": self.dropped.ranges(),
             "totals": msgspec.to_builtins(self.totals),
         }
+
+
+def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    """Return ``values`` with another one at ``place``."""
+    return (value,) if len(values) == 1 else (*values[:place], value, *values[place + 1 :])
 
 
 def recover(half: ConsumerHalf, events: Iterable[AnyEvent]) -> tuple[Ledger, list[Lease]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pipeline.records import Location
 
@@ -15,18 +16,19 @@ class RolloutStorage:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[int, dict[int, tuple[bytes | None, Location | None]]] = {}
+        # A group is one flat tuple of (member, blob, location) after (member, blob, location): with 100,000 groups,
+        # containers in containers would cost more in garbage collection than the rest.
+        self._groups: dict[int, tuple[Any, ...]] = {}
         self.memory_bytes = 0
 
     def put(self, uid: int, member: int, blob: bytes | None, location: Location | None) -> None:
         """Keep a member's payload; one that was there is replaced."""
-        group = self._groups.get(uid)
-        if group is None:
-            group = self._groups[uid] = {}
-        before = group.get(member)
-        if before is not None and before[0] is not None:
-            self.memory_bytes -= len(before[0])
-        group[member] = (blob, location)
+        group = self._groups.get(uid, ())
+        if member in group[::3]:
+            place = group[::3].index(member) * 3
+            self.memory_bytes -= len(group[place + 1] or b"")
+            group = group[:place] + group[place + 3 :]
+        self._groups[uid] = (*group, member, blob, location)
         if blob is not None:
             self.memory_bytes += len(blob)
 
@@ -36,20 +38,20 @@ class RolloutStorage:
         Raises:
             KeyError: nothing is held for ``uid``.
         """
-        return self._groups[uid]
+        group = self._groups[uid]
+        return {member: (blob, where) for member, blob, where in zip(group[::3], group[1::3], group[2::3], strict=True)}
 
     def discard(self, uid: int) -> None:
         """Forget a group's payloads, if there are any."""
-        for blob, _ in self._groups.pop(uid, {}).values():
-            if blob is not None:
-                self.memory_bytes -= len(blob)
+        for blob in self._groups.pop(uid, ())[1::3]:
+            self.memory_bytes -= len(blob or b"")
 
     def locations(self) -> list[tuple[int, int, Location]]:
         """Return (uid, member, location) of every payload that lies in a segment."""
         return [
             (uid, member, location)
-            for uid, group in self._groups.items()
-            for member, (_, location) in group.items()
+            for uid in self._groups
+            for member, (_, location) in self.get(uid).items()
             if location is not None
         ]
 

@@ -174,9 +174,9 @@ class Learner:
 
         min(1, pi/mu) min(q/pi A, clip(q/pi, 1 - clip, 1 + clip) A).
 
-    The clip (Schulman et al. 2017, arXiv:1707.06347, eq. 7) limits the step, pi/mu corrects for staleness. Both
-    in one ratio q/mu would slow learning down, the more the staler the episodes. The split is from Hilton et
-    al. 2021, arXiv:2110.00641; truncating pi/mu, to bound the variance, is from V-trace: see `_advantages`.
+    The clip (Schulman et al. 2017, arXiv:1707.06347, eq. 7) limits the step, pi/mu corrects for staleness.
+    Both in one ratio q/mu would slow learning down, the more the staler the episodes. The split is from Hilton
+    et al. 2021, arXiv:2110.00641; truncating pi/mu, to bound the variance, is from V-trace: see `_advantages`.
 
     `model` and `optimizer` are public: with the config, their `state_dict`s are all of a learner's state.
     """
@@ -275,7 +275,7 @@ def _advantages(
         A_t = r_t + gamma V_{t+1} - V_t + gamma lam w_{t+1} A_{t+1}        target_t = V_t + w_t A_t
 
     Targets are V-trace's, c_t = lam w_t (Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and remark 2). A_t has
-    no w_t of its own step: the objective supplies it. For fresh episodes every w is 1, and A is GAE(gamma, lam)
+    no w_t of its own step: the objective supplies it. If all episodes are fresh, w is 1 and A GAE(gamma, lam)
     (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
     """
     pairs, carried = [(0.0, 0.0)] * len(rewards), 0.0

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from pipeline import ConfigError, EndOfSource, Pipeline, UsageError
-from tests.support.crashes import Trained, begin, crashed_copy, finish, lasting
-from tests.support.runs import ids, pipeline, task
+from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting
+from tests.support.runs import ids, task
 
 pytestmark = pytest.mark.virtual_time
 
@@ -23,7 +23,7 @@ def states(pipe: Pipeline, uids: list[int]) -> set[str]:
 @asynccontextmanager
 async def twelve(**options: Any) -> AsyncIterator[Pipeline]:
     """A started pipeline whose twelve groups are all buffered, in the order of their items."""
-    async with pipeline(task(12, lasting({})), inline=True, capacity=12, **options) as pipe:
+    async with inline_pipeline(task(12, lasting({})), capacity=12, **options) as pipe:
         await begin(pipe)
         await anyio.sleep(100)
         yield pipe
@@ -109,7 +109,7 @@ class TestLeavingTheLoop:
         uids: list[int] = []
 
         async def fails() -> None:
-            async with pipeline(task(12, lasting({})), directory=run_directory, inline=True, capacity=12) as pipe:
+            async with inline_pipeline(task(12, lasting({})), directory=run_directory, capacity=12) as pipe:
                 await begin(pipe, trained=Trained())
                 async for batch in pipe.batches(groups=4):
                     uids.extend(batch.uids)
@@ -117,7 +117,7 @@ class TestLeavingTheLoop:
 
         with pytest.raises(RuntimeError, match="out of memory"):
             await fails()
-        async with pipeline(task(12, lasting({})), directory=run_directory, inline=True, capacity=12) as pipe:
+        async with inline_pipeline(task(12, lasting({})), directory=run_directory, capacity=12) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             assert states(pipe, uids) == {"buffered"}
@@ -143,7 +143,7 @@ class TestLeavingTheLoop:
             await (await pipe.save(2)).committed()
             assert pipe.ledger.step == 2
             copy = crashed_copy(run_directory, tmp_path / "copy")
-        async with pipeline(task(12, lasting({})), directory=copy, inline=True) as pipe:
+        async with inline_pipeline(task(12, lasting({})), directory=copy) as pipe:
             assert (await begin(pipe)).step == 2
             assert ids(await pipe.get_batch(4)) == [8, 9, 10, 11]
 
@@ -169,9 +169,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("verb", ["ack", "save", "checkpoint"])
     @pytest.mark.parametrize("step", [3, 99])
-    async def test_a_step_that_was_never_handed_out_is_refused(
-        self, run_directory: str, verb: str, step: int
-    ) -> None:
+    async def test_a_step_that_was_never_handed_out_is_refused(self, run_directory: str, verb: str, step: int) -> None:
         async with twelve(directory=run_directory) as pipe:
             batches = [await pipe.get_batch(3) for _ in range(2)]
             with pytest.raises(UsageError, match=f"step {step} was never handed out"):

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import Context, EndOfSource, Item, Pipeline, Rollout, SourceMismatch, Task
 from tasks import SequenceSource
-from tests.support.crashes import Trained, begin, crashed_copy, finish, lasting, train
+from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting, train
 from tests.support.runs import ids, numbers, pipeline, task
 
 virtual = pytest.mark.virtual_time
@@ -44,7 +44,7 @@ class TestGenerationRunsAhead:
     ) -> None:
         given = task(12, lasting({}))
         trained = Trained()
-        async with pipeline(given, directory=run_directory, capacity=6, concurrency=6, inline=True) as pipe:
+        async with inline_pipeline(given, directory=run_directory, capacity=6, concurrency=6) as pipe:
             await begin(pipe, trained=trained)
             await anyio.sleep(2)
             batch = await pipe.get_batch(2)
@@ -54,7 +54,7 @@ class TestGenerationRunsAhead:
             copy = crashed_copy(run_directory, tmp_path / "copy")
         again = Trained()
         directory = run_directory if way == "closed" else copy
-        async with pipeline(given, directory=directory, capacity=6, concurrency=6, inline=True) as pipe:
+        async with inline_pipeline(given, directory=directory, capacity=6, concurrency=6) as pipe:
             resumed = await begin(pipe, trained=again)
             assert (resumed.step, resumed.version, resumed.buffered) == (1, 1, 4)
             await finish(pipe, again, 2)
@@ -67,7 +67,7 @@ class TestGenerationRunsAhead:
         self, run_directory: str, tmp_path: Path
     ) -> None:
         given = task(12, lasting({}))
-        async with pipeline(given, directory=run_directory, capacity=6, concurrency=6, inline=True) as pipe:
+        async with inline_pipeline(given, directory=run_directory, capacity=6, concurrency=6) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             for _ in range(2):
@@ -77,7 +77,7 @@ class TestGenerationRunsAhead:
             await anyio.sleep(0.1)
             copy = crashed_copy(run_directory, tmp_path / "copy")
         again = Trained()
-        async with pipeline(given, directory=copy, capacity=6, concurrency=6, inline=True) as pipe:
+        async with inline_pipeline(given, directory=copy, capacity=6, concurrency=6) as pipe:
             resumed = await begin(pipe, trained=again)
             assert (resumed.step, resumed.repeated) == (0, 2)
             first = await pipe.get_batch(2)
@@ -95,7 +95,7 @@ class TestGenerationRunsAhead:
     ) -> None:
         given = task(12, lasting({}))
         trained = Trained()
-        async with pipeline(given, directory=run_directory, capacity=6, concurrency=6, inline=True) as pipe:
+        async with inline_pipeline(given, directory=run_directory, capacity=6, concurrency=6) as pipe:
             await begin(pipe, trained=trained)
             for _ in range(3):
                 batch = await pipe.get_batch(2)
@@ -105,7 +105,7 @@ class TestGenerationRunsAhead:
             assert pipe.ledger.claimed == 12
             copy = crashed_copy(run_directory, tmp_path / "copy")
         directory = run_directory if way == "closed" else copy
-        async with pipeline(given, directory=directory, capacity=6, concurrency=6, inline=True) as pipe:
+        async with inline_pipeline(given, directory=directory, capacity=6, concurrency=6) as pipe:
             await begin(pipe, trained=trained)
             await finish(pipe, trained, 2)
             await anyio.sleep(100)
@@ -126,7 +126,7 @@ async def test_a_slow_item_in_flight_at_the_crash_is_run_again_and_nothing_else(
         runs.append(item["n"])
         return await lasting({3: 100.0, 6: 2.0})(item, ctx)
 
-    async with pipeline(task(20, run), directory=run_directory, capacity=20, concurrency=4, inline=True) as pipe:
+    async with inline_pipeline(task(20, run), directory=run_directory, capacity=20, concurrency=4) as pipe:
         await begin(pipe, trained=Trained())
         await anyio.sleep(2.5)
         states = {n: pipe.ledger.state(n) for n in range(9)}
@@ -134,7 +134,7 @@ async def test_a_slow_item_in_flight_at_the_crash_is_run_again_and_nothing_else(
         copy = crashed_copy(run_directory, tmp_path / "copy")
     runs.clear()
     trained = Trained()
-    async with pipeline(task(20, run), directory=copy, capacity=20, concurrency=4, inline=True) as pipe:
+    async with inline_pipeline(task(20, run), directory=copy, capacity=20, concurrency=4) as pipe:
         resumed = await begin(pipe, trained=trained)
         assert (resumed.buffered, resumed.waiting) == (5, 4)
         await finish(pipe, trained, 4)
@@ -153,15 +153,15 @@ class TestEpochs:
     ) -> None:
         given = task(12, lasting({}), epochs=2)
         trained = Trained()
-        options = {"strategy": "synchronous", "inline": True, "concurrency": 4}
-        async with pipeline(given, directory=run_directory, **options) as pipe:
+        options = {"strategy": "synchronous", "concurrency": 4}
+        async with inline_pipeline(given, directory=run_directory, **options) as pipe:
             await begin(pipe, trained=trained)
             async for batch in pipe.batches(groups=4, until=3):
                 await train(pipe, trained, batch)
             await (await pipe.save(3)).committed()
             copy = crashed_copy(run_directory, tmp_path / "copy")
         directory = run_directory if way == "closed" else copy
-        async with pipeline(given, directory=directory, **options) as pipe:
+        async with inline_pipeline(given, directory=directory, **options) as pipe:
             await begin(pipe, trained=trained)
             steps = []
             async for batch in pipe.batches(groups=4, until=6):
@@ -176,7 +176,7 @@ class TestEpochs:
 
     @virtual
     async def test_sources_that_end_before_the_last_step_are_an_error(self, run_directory: str) -> None:
-        async with pipeline(task(12), directory=run_directory, inline=True) as pipe:
+        async with inline_pipeline(task(12), directory=run_directory) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             batches = pipe.batches(groups=4, until=6)
@@ -185,7 +185,7 @@ class TestEpochs:
             with pytest.raises(EndOfSource, match="step 4"):
                 await anext(batches)
             await pipe.save(3)
-        async with pipeline(task(12), directory=run_directory, inline=True) as pipe:
+        async with inline_pipeline(task(12), directory=run_directory) as pipe:
             await begin(pipe, trained=Trained())
             with pytest.raises(EndOfSource, match="step 4"):
                 await anext(pipe.batches(groups=4, until=6))
@@ -197,8 +197,8 @@ class TestEpochs:
             for life in range(3 if restarts else 1):
                 given = task(20, lasting({}), epochs=3, shuffle=True)
                 until = 2 * (life + 1) if restarts else 6
-                options = {"order": "strict", "strategy": "synchronous", "inline": True}
-                async with pipeline(given, directory=directory, seed=0, **options) as pipe:
+                options = {"order": "strict", "strategy": "synchronous"}
+                async with inline_pipeline(given, directory=directory, seed=0, **options) as pipe:
                     await begin(pipe)
                     async for batch in pipe.batches(groups=10, until=until):
                         drawn += ids(batch)
@@ -220,7 +220,7 @@ class TestRoundTrips:
         self, run_directory: str, steps: int
     ) -> None:
         given = task(12, lasting({}), epochs=1)
-        async with pipeline(given, directory=run_directory, inline=True, concurrency=3) as pipe:
+        async with inline_pipeline(given, directory=run_directory, concurrency=3) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             async for batch in pipe.batches(groups=2, until=steps):
@@ -230,13 +230,13 @@ class TestRoundTrips:
                 await pipe.get_batch(2)  # leased, and not acked, when the run closes
         states = []
         for _ in range(6):
-            async with pipeline(given, directory=run_directory, inline=True, concurrency=3, keep=None) as pipe:
+            async with inline_pipeline(given, directory=run_directory, concurrency=3, keep=None) as pipe:
                 pipe.attach(trained=Trained())
                 await pipe.resume()
             newest = max((Path(run_directory) / "generations").iterdir(), key=lambda path: int(path.name))
             states.append([(newest / name).read_bytes() for name in ("consumer.json", "progress.json")])
         assert states[1:] == states[:1] * 5
-        async with pipeline(given, directory=run_directory, inline=True, concurrency=3) as pipe:
+        async with inline_pipeline(given, directory=run_directory, concurrency=3) as pipe:
             await begin(pipe, trained=(again := Trained()))
             await finish(pipe, again, 2)
         assert again.items == list(range(12))
@@ -269,7 +269,7 @@ class TestAnotherSource:
     async def train_five(directory: str) -> None:
         source = SequenceSource([{"n": n} for n in range(10)], name="A")
         given = Task("numbers", source=source, run=lasting({}), shuffle=False)
-        async with pipeline(given, directory=directory, inline=True, capacity=5) as pipe:
+        async with inline_pipeline(given, directory=directory, capacity=5) as pipe:
             await begin(pipe)
             batch = await pipe.get_batch(5)
             await pipe.save(batch.step)
@@ -285,7 +285,7 @@ class TestAnotherSource:
     @pytest.mark.parametrize("name", ["A", "B"])
     async def test_it_is_an_error_that_names_both(self, run_directory: str, name: str) -> None:
         await self.train_five(run_directory)
-        async with pipeline(self.other(name), directory=run_directory, inline=True) as pipe:
+        async with inline_pipeline(self.other(name), directory=run_directory) as pipe:
             before = pipe.ledger.snapshot()
             with pytest.raises(SourceMismatch, match=rf"'numbers'.*A \(10 items.*{name} \(3 items.*restart"):
                 await pipe.resume()
@@ -296,14 +296,14 @@ class TestAnotherSource:
     async def test_a_task_can_be_begun_anew_with_it(self, run_directory: str, tmp_path: Path, epochs: int) -> None:
         await self.train_five(run_directory)
         copy = crashed_copy(run_directory, tmp_path / "copy")
-        async with pipeline(self.other("B", epochs), directory=copy, inline=True) as pipe:
+        async with inline_pipeline(self.other("B", epochs), directory=copy) as pipe:
             resumed = await pipe.resume(restart=["numbers"])
             assert resumed.step == 1
             await pipe.start(weights_current=True)
             drawn = sorted([n for each in [ids(b) async for b in pipe.batches(groups=1)] for n in each])
             pipe.ledger.check()
         assert drawn == sorted([0, 1, 2] * epochs), "every epoch that the task asks for is of the new source"
-        async with pipeline(self.other("B", epochs), directory=copy, inline=True) as pipe:
+        async with inline_pipeline(self.other("B", epochs), directory=copy) as pipe:
             await pipe.resume()
             await pipe.start(weights_current=True)
             again = sorted([n for each in [ids(b) async for b in pipe.batches(groups=1)] for n in each])
@@ -311,11 +311,11 @@ class TestAnotherSource:
 
     @virtual
     async def test_a_source_that_has_grown_goes_on_where_it_was(self, run_directory: str) -> None:
-        async with pipeline(task(10, lasting({}), epochs=2), directory=run_directory, inline=True, capacity=5) as pipe:
+        async with inline_pipeline(task(10, lasting({}), epochs=2), directory=run_directory, capacity=5) as pipe:
             await begin(pipe)
             await pipe.save((await pipe.get_batch(5)).step)
         grown = Task("numbers", source=numbers(13), run=lasting({}), shuffle=False, epochs=2)
-        async with pipeline(grown, directory=run_directory, inline=True, capacity=5) as pipe:
+        async with inline_pipeline(grown, directory=run_directory, capacity=5) as pipe:
             await begin(pipe)
             drawn = [n for batch_ids in [ids(b) async for b in pipe.batches(groups=1)] for n in batch_ids]
         assert drawn == [*range(5, 10), *range(13)], "new rows count from the next epoch"
@@ -324,8 +324,8 @@ class TestAnotherSource:
 @virtual
 async def test_a_resumed_run_works_with_the_restored_version_and_touches_no_old_file(run_directory: str) -> None:
     """CASES 18: resumed at step 7, the first rollout has version 7 and is not stale."""
-    options = {"strategy": "synchronous", "inline": True, "max_staleness": 0, "concurrency": 2}
-    async with pipeline(task(40, lasting({})), directory=run_directory, **options) as pipe:
+    options = {"strategy": "synchronous", "max_staleness": 0, "concurrency": 2}
+    async with inline_pipeline(task(40, lasting({})), directory=run_directory, **options) as pipe:
         trained = Trained()
         await begin(pipe, trained=trained)
         async for batch in pipe.batches(groups=2, until=7):
@@ -338,7 +338,7 @@ async def test_a_resumed_run_works_with_the_restored_version_and_touches_no_old_
         seen.append(ctx.version)
         return Rollout(reward=0.0)
 
-    async with pipeline(task(40, run), directory=run_directory, **options) as pipe:
+    async with inline_pipeline(task(40, run), directory=run_directory, **options) as pipe:
         resumed = await begin(pipe, trained=Trained())
         assert resumed.version == pipe.version == 7
         batch = await pipe.get_batch(2)

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from pipeline import Context, Item, Pipeline, Retry, Rollout, Task
-from tests.support.crashes import Trained, begin, crashed_copy, finish, lasting, train, uneven
-from tests.support.runs import ids, numbers, pipeline
+from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting, train, uneven
+from tests.support.runs import ids, numbers
 
 pytestmark = pytest.mark.virtual_time
 
@@ -40,8 +40,8 @@ def make(seed: int, directory: str | None = None, size: int = 1, **options: Any)
     given = Task(
         "numbers", source=numbers(ITEMS), run=uneven(seed), epochs=EPOCHS, group_size=size, on_failure=Retry(1000)
     )
-    common: dict[str, Any] = {"concurrency": 3, "inline": True, "seed": 5, "keep": None, "max_deaths": 100}
-    return pipeline(given, directory=directory, **common, **options)
+    common: dict[str, Any] = {"concurrency": 3, "seed": 5, "keep": None, "max_deaths": 100}
+    return inline_pipeline(given, directory=directory, **common, **options)
 
 
 async def unbroken(**options: Any) -> list[list[int]]:
@@ -162,8 +162,8 @@ class TestRecoverEqualsLive:
             "numbers", source=numbers(12), run=self.flaky, group_size=2, min_group=1, on_failure=Retry(3), shuffle=False
         )
         directory, copy = str(tmp_path / "run"), str(tmp_path / "copy")
-        options: dict[str, Any] = {"concurrency": 5, "capacity": 8, "inline": True}
-        async with pipeline(given, directory=directory, **options) as pipe:
+        options: dict[str, Any] = {"concurrency": 5, "capacity": 8}
+        async with inline_pipeline(given, directory=directory, **options) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             await train(pipe, trained, await pipe.get_batch(2))
@@ -173,7 +173,7 @@ class TestRecoverEqualsLive:
             crashed_copy(directory, copy)
             live, leases = settled(pipe.ledger.snapshot()), pipe.ledger.snapshot()["consumer"]["leases"]
             progress = pipe.progress.produced_samples, pipe.progress.failed_samples
-        async with pipeline(given, directory=copy, **options) as pipe:
+        async with inline_pipeline(given, directory=copy, **options) as pipe:
             pipe.attach(trained=trained)
             resumed = await pipe.resume()
             assert settled(pipe.ledger.snapshot()) == live
@@ -191,7 +191,7 @@ class TestMoments:
 
     @staticmethod
     async def finish_copy(copy: str, given: Task, groups: int, **options: Any) -> Trained:
-        async with pipeline(given, directory=copy, inline=True, **options) as pipe:
+        async with inline_pipeline(given, directory=copy, **options) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             return await finish(pipe, trained, groups)
@@ -205,12 +205,12 @@ class TestMoments:
             return Rollout({"member": [ctx.member], "noise": ctx.rng.random(2)}, reward=0.0)
 
         given = Task("numbers", source=numbers(2), run=run, group_size=3, shuffle=False)
-        async with pipeline(given, directory=str(tmp_path / "run"), inline=True, concurrency=6) as pipe:
+        async with inline_pipeline(given, directory=str(tmp_path / "run"), concurrency=6) as pipe:
             await begin(pipe, trained=Trained())
             await anyio.sleep(12)
             copy = crashed_copy(str(tmp_path / "run"), tmp_path / "copy")
         runs.clear()
-        async with pipeline(given, directory=copy, inline=True, concurrency=6) as pipe:
+        async with inline_pipeline(given, directory=copy, concurrency=6) as pipe:
             await begin(pipe, trained=Trained())
             batch = await pipe.get_batch(2)
         assert sorted(runs) == [(0, 2), (1, 2)], "only the members that were in flight"
@@ -220,7 +220,7 @@ class TestMoments:
         directory = str(tmp_path / "run")
         given = Task("numbers", source=numbers(12), run=lasting({}), shuffle=False)
         for running in ("keep", "finish", "abort"):
-            async with pipeline(given, directory=directory, inline=True, concurrency=3, capacity=6) as pipe:
+            async with inline_pipeline(given, directory=directory, concurrency=3, capacity=6) as pipe:
                 trained = Trained()
                 await begin(pipe, trained=trained)
                 batch = await pipe.get_batch(2)
@@ -233,7 +233,7 @@ class TestMoments:
     async def test_between_the_capture_and_the_commit_of_a_generation(self, tmp_path: Path) -> None:
         directory = str(tmp_path / "run")
         given = Task("numbers", source=numbers(8), run=lasting({}), shuffle=False)
-        async with pipeline(given, directory=directory, inline=True) as pipe:
+        async with inline_pipeline(given, directory=directory) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             batch = await pipe.get_batch(2)
@@ -243,7 +243,7 @@ class TestMoments:
             await saving.committed()
             after = crashed_copy(directory, tmp_path / "after")
         for copy, step in ((before, 0), (after, 1)):
-            async with pipeline(given, directory=copy, inline=True) as pipe:
+            async with inline_pipeline(given, directory=copy) as pipe:
                 again = Trained()
                 assert (await begin(pipe, trained=again)).step == step
                 assert (await finish(pipe, again, 2)).items == list(range(8))
@@ -251,7 +251,7 @@ class TestMoments:
     async def test_before_the_first_generation_and_right_after_it(self, tmp_path: Path) -> None:
         directory = str(tmp_path / "run")
         given = Task("numbers", source=numbers(6), run=lasting({}), shuffle=False)
-        async with pipeline(given, directory=directory, inline=True) as pipe:
+        async with inline_pipeline(given, directory=directory) as pipe:
             opened = crashed_copy(directory, tmp_path / "opened")
             await begin(pipe, trained=Trained())
             started = crashed_copy(directory, tmp_path / "started")
@@ -265,7 +265,7 @@ class TestMoments:
         directory = str(tmp_path / "run")
         given = Task("numbers", source=numbers(5), run=lasting({4: 9.0}), shuffle=False, epochs=2)
         copies = []
-        async with pipeline(given, directory=directory, inline=True, concurrency=5, capacity=10) as pipe:
+        async with inline_pipeline(given, directory=directory, concurrency=5, capacity=10) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             for moment in range(5):
@@ -287,7 +287,7 @@ class TestMoments:
     ) -> None:
         directory = str(tmp_path / "run")
         given = Task("numbers", source=numbers(12), run=lasting({}), shuffle=False)
-        async with pipeline(given, directory=directory, inline=True, durability="none", concurrency=2) as pipe:
+        async with inline_pipeline(given, directory=directory, durability="none", concurrency=2) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             for _ in range(3):

@@ -16,10 +16,17 @@ from typing import Any
 import anyio
 import torch
 
-from pipeline import Batch, Context, Item, Pipeline, Resumed, Rollout
-from tests.support.runs import Runner, ids
+from pipeline import Batch, Context, Item, Pipeline, Resumed, Rollout, Task
+from tests.support.disk import ScriptedFiles
+from tests.support.runs import Runner, ids, pipeline
 
 _PARTS = ("run.json", "generations", "journals", "segments")
+
+
+def inline_pipeline(tasks: Task | list[Task] | None = None, **options: Any) -> Pipeline:
+    """A pipeline for the virtual clock, without threads. Nothing is synced: neither the living nor a copy can tell."""
+    options.setdefault("files", ScriptedFiles())
+    return pipeline(tasks, inline=True, **options)
 
 
 def crashed_copy(directory: str, target: str | os.PathLike[str]) -> str:
