@@ -136,7 +136,7 @@ def read_frame(file: BinaryIO, offset: int, where: str) -> Frame | None:
 
 
 def scan(
-    path: str, *, run_tag: int, promised: int = 0, torn: Callable[[str, int, int], None] | None = None
+    path: str, *, run_tag: int, promised: int = 0, ended: Callable[[int, int], None] | None = None
 ) -> Iterator[Frame]:
     """Yield the whole frames of a file from its beginning to its end, or to the first that is torn.
 
@@ -144,7 +144,7 @@ def scan(
         path: the file.
         run_tag: frames of another run are refused.
         promised: bytes that a generation counts on; a torn frame before it is damage.
-        torn: told (path, offset, bytes left) when the file ends in a torn frame that nobody counts on.
+        ended: told at the end where the whole frames end, and how many bytes of a torn one follow.
 
     Raises:
         Damaged: a frame is bad before ``promised``, or before a later synced mark.
@@ -170,8 +170,8 @@ def scan(
                 f"{path} at byte {offset}: the record is damaged, though {max(promised, offset)} bytes of the "
                 f"file were written and synced. Restore the file from a copy, or resume an older generation."
             )
-    if offset < size and torn is not None:
-        torn(path, offset, size - offset)
+    if ended is not None:
+        ended(offset, size - offset)
 
 
 def _synced_after(file: BinaryIO, offset: int, size: int, where: str) -> bool:

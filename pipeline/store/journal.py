@@ -20,7 +20,8 @@ encode_events = msgspec.msgpack.Encoder().encode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
 
 
-TornHook = Callable[[str, int, int], None]
+EndHook = Callable[["JournalPosition", str, int], None]
+"""Told of each journal that was read: where it ends, its path, and how many bytes of a torn record follow."""
 
 
 class Logged(NamedTuple):
@@ -44,7 +45,7 @@ class JournalPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_journal(
-    name: JournalName, *, run_tag: int, promised: int = 0, torn: TornHook | None = None
+    name: JournalName, *, run_tag: int, promised: int = 0, ended: EndHook | None = None
 ) -> Iterator[Logged]:
     """Yield the events of one journal, up to a torn end.
 
@@ -54,7 +55,13 @@ def read_journal(
         NewerFormat: a frame, or an event, that this version does not know.
     """
     expected = 1
-    for frame in scan(name.path, run_tag=run_tag, promised=promised, torn=torn):
+    end = torn = 0
+
+    def at_end(offset: int, left: int) -> None:
+        nonlocal end, torn
+        end, torn = offset, left
+
+    for frame in scan(name.path, run_tag=run_tag, promised=promised, ended=at_end):
         if frame.header.kind != EVENTS:
             continue
         at = f"{name.path} at byte {frame.offset}"
@@ -76,6 +83,9 @@ def read_journal(
         for event in events:
             yield Logged(name.incarnation, name.rank, expected, event)
             expected += 1
+    if ended is not None:
+        position = JournalPosition(incarnation=name.incarnation, rank=name.rank, sequence=expected - 1, bytes=end)
+        ended(position, name.path, torn)
 
 
 def read_journals(
@@ -83,7 +93,7 @@ def read_journals(
     *,
     run_tag: int,
     promised: Mapping[tuple[int, int], int] | None = None,
-    torn: TornHook | None = None,
+    ended: EndHook | None = None,
 ) -> Iterator[Logged]:
     """Yield the events of every journal of a run, by (incarnation, rank, sequence).
 
@@ -91,7 +101,7 @@ def read_journals(
         layout: the run's paths.
         run_tag: the run's tag.
         promised: by (incarnation, rank), how many bytes a generation counts on.
-        torn: told (path, offset, bytes left) of each journal that ends in a torn record.
+        ended: told of each journal where it ends.
 
     Raises:
         Damaged: also when a journal that a generation counts on is missing.
@@ -99,7 +109,7 @@ def read_journals(
     wanted = dict(promised or {})
     for name in layout.list_journals():
         counted = wanted.pop((name.incarnation, name.rank), 0)
-        yield from read_journal(name, run_tag=run_tag, promised=counted, torn=torn)
+        yield from read_journal(name, run_tag=run_tag, promised=counted, ended=ended)
     missing = [layout.journal(*key) for key, size in wanted.items() if size]
     if missing:
         raise Damaged(f"{', '.join(map(os.path.basename, missing))}: missing from {layout.journals}")

@@ -6,7 +6,7 @@ Everything here reads. It blocks, so it runs in a thread, and it is pure: twice 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from pipeline.ledger import BUFFERED, LEASED, ConsumerHalf, Lease, Ledger
 from pipeline.records import BatchHint, Location, Opened
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
-from pipeline.store.journal import Logged, TornHook, read_journals
+from pipeline.store.journal import JournalPosition, Logged, read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.wiring.state import PayloadPlaces
@@ -40,6 +40,8 @@ class Recovered(NamedTuple):
     places: Mapping[int, Mapping[int, Location]]
     states: dict[str, Any]
     events: int
+    positions: list[JournalPosition]
+    """Where the journals ended that were folded: what the next generation counts on."""
 
 
 def recover_run(
@@ -51,7 +53,7 @@ def recover_run(
     seed: int,
     opened: Opened,
     attached: Sequence[str],
-    torn: TornHook | None = None,
+    torn: Callable[[str, int, int], None] | None = None,
 ) -> Recovered:
     """Check a generation, fold the journals, and read the trainer's state, changing nothing. Blocks.
 
@@ -70,7 +72,14 @@ def recover_run(
         progress, unknown = decode_progress(file.read(), path)
     promised = {(each.incarnation, each.rank): each.bytes for each in stored.manifest.journals}
     folded = Fold(half, plans, seed=seed, line=stored.manifest)
-    for logged in read_journals(layout, run_tag=run_tag, promised=promised, torn=torn):
+    positions: list[JournalPosition] = []
+
+    def ended(position: JournalPosition, path: str, left: int) -> None:
+        positions.append(position)
+        if left and torn is not None:
+            torn(path, position.bytes, left)
+
+    for logged in read_journals(layout, run_tag=run_tag, promised=promised, ended=ended):
         folded.apply(logged)
     ledger, sampler, places = folded.ledger, folded.sampler, folded.places
     ledger.apply(opened)
@@ -85,7 +94,7 @@ def recover_run(
         for info in stored.manifest.files
         if info.path.startswith(TRAINER_FOLDER + "/")
     }
-    return Recovered(ledger, sampler, progress, unknown, pending, kept, states, folded.events)
+    return Recovered(ledger, sampler, progress, unknown, pending, kept, states, folded.events, positions)
 
 
 class Fold:

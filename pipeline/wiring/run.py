@@ -218,7 +218,7 @@ class Run:
         settle(state, restart)
         self.producer.requeue_all()
         saver.parent = found.stored.manifest.generation
-        saver.journals = list(found.stored.manifest.journals)
+        saver.journals = found.recovered.positions
         await saver.acquire()
         try:
             capture = saver.begin("resume", [], list(self.attached))

@@ -175,8 +175,8 @@ class Learner:
         min(1, pi/mu) min(q/pi A, clip(q/pi, 1 - clip, 1 + clip) A).
 
     The clip (Schulman et al. 2017, arXiv:1707.06347, eq. 7) limits the step, pi/mu corrects for staleness.
-    Both in one ratio q/mu would slow learning down, the more the staler the episodes. The split is from Hilton
-    et al. 2021, arXiv:2110.00641; truncating pi/mu, to bound the variance, is from V-trace: see `_advantages`.
+    Both in one ratio q/mu would slow learning down, the more so the staler they are. The split is from Hilton et
+    al. 2021, arXiv:2110.00641; truncating pi/mu, to bound the variance, is from V-trace: see `_advantages`.
 
     `model` and `optimizer` are public: with the config, their `state_dict`s are all of a learner's state.
     """

@@ -1,0 +1,445 @@
+"""What goes wrong among the rollouts reaches the trainer; nobody waits for ever, and nothing ends as if all were well."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+from pipeline import (
+    Context,
+    EndOfSource,
+    FailFast,
+    ForebayError,
+    Item,
+    Retry,
+    Rollout,
+    RolloutFailed,
+    Skip,
+    SourceMark,
+    Starved,
+    Task,
+)
+from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting, train
+from tests.support.runs import ids, numbers, pipeline, task
+
+virtual = pytest.mark.virtual_time
+
+
+class Boom(BaseException):
+    """What is no Exception, as ``pytest.fail`` and some libraries raise it."""
+
+
+async def failing(item: Item, ctx: Context) -> Rollout:
+    await anyio.sleep(1.0 + 1e-4 * item["n"])
+    if item["n"] == 3:
+        raise ValueError("x")
+    return Rollout({"n": [item["n"]]}, reward=0.0)
+
+
+class TestProducerDies:
+    """CASES 92."""
+
+    @virtual
+    async def test_fail_fast_raises_the_original_error_in_the_waiting_verb_at_once(self) -> None:
+        before = asyncio.all_tasks()
+        began = anyio.current_time()
+
+        async def run() -> None:
+            async with inline_pipeline(task(8, failing, on_failure=FailFast()), concurrency=8) as pipe:
+                await pipe.start()
+                await pipe.get_batch(8)
+
+        with pytest.raises(RolloutFailed, match=r"item 3 .*'numbers'.*ValueError: x") as caught:
+            await run()
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert anyio.current_time() - began < 2
+        assert asyncio.all_tasks() == before
+
+    @virtual
+    async def test_it_is_raised_within_one_turn_of_the_loop(self) -> None:
+        failed_at: list[int] = []
+        turns = 0
+
+        async def run(item: Item, ctx: Context) -> Rollout:
+            await anyio.sleep(1.0)
+            failed_at.append(turns)
+            raise ValueError("x")
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                await anyio.sleep(0.01)
+                for _ in range(20):
+                    turns += 1
+                    await anyio.lowlevel.checkpoint()
+
+        async with inline_pipeline(task(1, run, on_failure="fail_fast")) as pipe, anyio.create_task_group() as group:
+            group.start_soon(count)
+            await pipe.start()
+            with pytest.raises(RolloutFailed):
+                await pipe.get_batch(1)
+            assert turns - failed_at[0] <= 1
+            group.cancel_scope.cancel()
+
+    @virtual
+    async def test_skip_counts_one_failure_and_trains_the_rest(self) -> None:
+        async with inline_pipeline(task(8, failing, on_failure=Skip())) as pipe:
+            await pipe.start()
+            trained = await finish(pipe, Trained(), 2)
+            totals = pipe.ledger.totals["numbers"]
+        assert trained.items == [0, 1, 2, 4, 5, 6, 7]
+        assert (totals.failed, totals.dropped) == (1, {"failed": 1})
+
+    @virtual
+    @pytest.mark.parametrize("error", [SystemExit(0), SystemExit("stop"), Boom("boom"), asyncio.CancelledError()])
+    @pytest.mark.parametrize("policy", ["skip", "fail_fast"])
+    async def test_a_runner_that_lets_out_what_is_no_exception_has_failed_and_nothing_else(
+        self, error: BaseException, policy: str
+    ) -> None:
+        async def run(item: Item, ctx: Context) -> Rollout:
+            await anyio.sleep(0.1)
+            if item["n"] % 3 == 1:
+                raise error
+            return Rollout(reward=0.0)
+
+        async with inline_pipeline(task(9, run, on_failure=policy), concurrency=2) as pipe:
+            await pipe.start()
+            if policy == "skip":
+                assert (await finish(pipe, Trained(), 2)).items == [0, 2, 3, 5, 6, 8]
+            else:
+                with pytest.raises(RolloutFailed, match=type(error).__name__) as caught:
+                    await pipe.get_batch(9)
+                assert caught.value.__cause__ is error
+
+    @virtual
+    async def test_a_runner_that_awaits_something_cancelled_has_failed_also_after_an_abort(self) -> None:
+        async def run(item: Item, ctx: Context) -> Rollout:
+            await anyio.sleep(1)
+            if ctx.attempt == 2:
+                future = asyncio.get_running_loop().create_future()
+                future.cancel()
+                await future
+            return Rollout(reward=0.0)
+
+        async with inline_pipeline(task(4, run), concurrency=2) as pipe:
+            await pipe.start()
+            await anyio.sleep(0.5)
+            async with pipe.weight_update(version=1, running="abort"):
+                pass
+            assert len(await pipe.get_batch(4)) == 4
+            assert pipe.ledger.totals["numbers"].failed == 2
+
+    @virtual
+    async def test_an_error_that_no_verb_has_raised_is_raised_on_closing(self) -> None:
+        async def run() -> None:
+            async with inline_pipeline(task(8, failing, on_failure=FailFast()), concurrency=1) as pipe:
+                await pipe.start()
+                batch = await pipe.get_batch(2)
+                await pipe.ack(batch.step)
+                await anyio.sleep(100)
+
+        with pytest.raises(RolloutFailed, match="ValueError: x"):
+            await run()
+
+    @virtual
+    async def test_one_that_was_raised_is_not_raised_again_on_closing(self) -> None:
+        async with inline_pipeline(task(8, failing, on_failure=FailFast())) as pipe:
+            await pipe.start()
+            for _ in range(2):
+                with pytest.raises(RolloutFailed):
+                    await pipe.get_batch(8)
+
+
+class Breaking:
+    """A source that fails where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.asked = where, 0
+
+    def item(self, index: int) -> Any:
+        if self.where == "item" and index == 5:
+            raise OSError("the disk with the data is away")
+        return {"n": index}
+
+    def length(self) -> int:
+        self.asked += 1
+        if self.where == "length" and self.asked > 1:
+            raise OSError("the disk with the data is away")
+        return 6
+
+    def mark(self) -> SourceMark:
+        return SourceMark("breaking", 6)
+
+
+@virtual
+@pytest.mark.parametrize("where", ["item", "length"])
+async def test_a_source_that_fails_ends_the_run_with_its_error(where: str) -> None:
+    given = Task("numbers", source=Breaking(where), run=lasting({}), epochs=3, shuffle=False)
+    async with inline_pipeline(given, concurrency=2) as pipe:
+        with pytest.raises((ForebayError, OSError), match="the disk with the data is away"):
+            with anyio.fail_after(1000):
+                await pipe.start()
+                async for batch in pipe.batches(groups=2):
+                    pass
+
+
+class TestCrashIsNotTheEnd:
+    """CASES 93: a process whose rollout fails does not exit with 0, and what was trained counts."""
+
+    SCRIPT = """
+import sys, anyio
+from pipeline import Rollout
+from tests.support.runs import pipeline, task
+async def run(item, ctx):
+    if item["n"] == 5:
+        raise ValueError("x")
+    return Rollout(reward=0.0)
+async def main(directory):
+    given = task(10, run, on_failure="fail_fast")
+    async with pipeline(given, directory=directory, strategy="synchronous") as pipe:
+        await pipe.start()
+        async for batch in pipe.batches(groups=1):
+            await (await pipe.save(batch.step)).committed()
+anyio.run(main, sys.argv[1])
+"""
+
+    def test_the_exit_code_is_not_zero_and_a_resume_trains_the_rest(self, run_directory: str) -> None:
+        root = str(Path(__file__).parents[2])
+        done = subprocess.run(
+            [sys.executable, "-c", self.SCRIPT, run_directory], cwd=root, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 1
+        assert "RolloutFailed: item 5" in done.stderr
+
+        async def rest() -> list[int]:
+            async with pipeline(task(10), directory=run_directory, strategy="synchronous") as pipe:
+                assert (await begin(pipe)).step == 5
+                assert pipe.ledger.totals["numbers"].trained == 5
+                return [n for each in [ids(batch) async for batch in pipe.batches(groups=1)] for n in each]
+
+        assert anyio.run(rest) == [5, 6, 7, 8, 9]
+
+
+class TestItemThatAlwaysFails:
+    """CASES 98."""
+
+    @staticmethod
+    def given(tries: list[tuple[int, int]], size: int) -> Task:
+        async def run(item: Item, ctx: Context) -> Rollout:
+            if item["n"] == 2 and ctx.member == 0:
+                tries.append((ctx.attempt, ctx.uid))
+            await anyio.sleep(1.0)
+            if item["n"] == 2 and ctx.member == 0:
+                raise ValueError("never")
+            return Rollout(reward=0.0)
+
+        return Task("numbers", source=numbers(8), run=run, on_failure=Retry(3), shuffle=False, group_size=size)
+
+    @virtual
+    @pytest.mark.parametrize("size", [1, 4])
+    @pytest.mark.parametrize("options", [{}, {"strategy": "synchronous"}, {"order": "strict"}, {"capacity": 4}])
+    async def test_the_run_ends_without_it_after_its_tries(self, size: int, options: dict[str, Any]) -> None:
+        tries: list[tuple[int, int]] = []
+        async with inline_pipeline(self.given(tries, size), concurrency=4, **options) as pipe:
+            await pipe.start()
+            trained = await finish(pipe, Trained(), 4)
+            assert pipe.ledger.totals["numbers"].dropped == {"failed": 1}
+        assert trained.items == [0, 1, 3, 4, 5, 6, 7]
+        assert [attempt for attempt, _ in tries] == [1, 2, 3]
+
+    @virtual
+    @pytest.mark.parametrize("moment", [0.5, 1.5, 2.5, 3.5])
+    @pytest.mark.parametrize("closed", [True, False])
+    async def test_its_tries_are_counted_across_a_resume(self, tmp_path: Path, moment: float, closed: bool) -> None:
+        tries: list[tuple[int, int]] = []
+        given, directory = self.given(tries, 2), str(tmp_path / "run")
+        async with inline_pipeline(given, directory=directory, concurrency=16, capacity=8) as pipe:
+            await begin(pipe)
+            await anyio.sleep(moment)
+            copy = crashed_copy(directory, tmp_path / "copy")
+            failed = min(3, int(moment))
+            tries.clear()
+        async with inline_pipeline(given, directory=directory if closed else copy, concurrency=16) as pipe:
+            await begin(pipe)
+            trained = await finish(pipe, Trained(), 4)
+            totals = pipe.ledger.totals["numbers"]
+            assert (totals.failed, totals.dropped) == (3, {"failed": 1})
+        assert trained.items == [0, 1, 3, 4, 5, 6, 7]
+        assert len(tries) == 3 - failed
+
+
+@virtual
+async def test_full_concurrency_is_back_within_one_turn_after_a_pause() -> None:
+    """CASES 100: 32 slots, nothing runs while weights are pushed, then 32 run at once."""
+    running = peak = 0
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        try:
+            await anyio.sleep(1 + item["n"] % 7)
+        finally:
+            running -= 1
+        return Rollout(reward=0.0)
+
+    async with inline_pipeline(task(1000, run), concurrency=32, capacity=1000) as pipe:
+        await pipe.start()
+        for version in range(1, 5):
+            await anyio.sleep(10.5)
+            assert running == 32
+            async with pipe.weight_update(version=version, running="finish"):
+                assert running == 0
+            await anyio.lowlevel.checkpoint()
+            assert running == 32
+    assert (peak, running) == (32, 0)
+
+
+class TestOldLimits:
+    """CASES 103: the limits of the resumed pipeline count, not those it was saved with."""
+
+    @virtual
+    async def test_a_run_saved_while_it_was_blocked_goes_on_with_more_room(self, run_directory: str) -> None:
+        async with inline_pipeline(task(40, lasting({})), directory=run_directory, capacity=4) as pipe:
+            await begin(pipe)
+            await anyio.sleep(10)
+            assert pipe.ledger.claimed == 4
+            await pipe.save(0)
+        async with inline_pipeline(task(40, lasting({})), directory=run_directory, capacity=10) as pipe:
+            await begin(pipe)
+            with anyio.fail_after(2):
+                assert len(await pipe.get_batch(10)) == 10
+
+    @virtual
+    async def test_and_with_less_room_starts_nothing_until_there_is_some(self, run_directory: str) -> None:
+        async with inline_pipeline(task(40, lasting({})), directory=run_directory, capacity=12) as pipe:
+            await begin(pipe)
+            await anyio.sleep(10)
+        async with inline_pipeline(task(40, lasting({})), directory=run_directory, capacity=4) as pipe:
+            await begin(pipe)
+            for taken in (4, 8, 12):
+                assert pipe.ledger.claimed == 12
+                await pipe.ack((await pipe.get_batch(4)).step)
+                assert pipe.ledger.totals["numbers"].trained == taken
+            assert pipe.ledger.claimed == 16
+
+    @virtual
+    async def test_a_smaller_batch_than_before_sets_a_smaller_flood(self, run_directory: str) -> None:
+        options: dict[str, Any] = {"directory": run_directory, "max_staleness": 1, "concurrency": 100}
+        async with inline_pipeline(task(200, lasting({})), batch_groups=20, **options) as pipe:
+            trained = Trained()
+            await begin(pipe, trained=trained)
+            for _ in range(2):
+                await train(pipe, trained, await pipe.get_batch(20))
+                await pipe.ack(pipe.ledger.next_step - 1)
+            before = pipe.ledger.claimed
+            await pipe.save(2)
+        async with inline_pipeline(task(200, lasting({})), batch_groups=2, **options) as pipe:
+            await begin(pipe, trained=trained)
+            await anyio.sleep(10)
+            assert pipe.ledger.claimed == before, "what was claimed for batches of 20 is plenty for batches of 2"
+            await pipe.get_batch(2)
+
+
+class TestNothingCanCome:
+    """A wait that cannot end is an error that says what to do."""
+
+    @virtual
+    async def test_leases_that_are_never_acked(self) -> None:
+        async with inline_pipeline(task(40, lasting({})), capacity=8) as pipe:
+            await pipe.start()
+            for _ in range(2):
+                await pipe.get_batch(4)
+            with pytest.raises(Starved, match=r"ack\(step\)"):
+                await pipe.get_batch(4)
+            await pipe.ack(1)
+            assert ids(await pipe.get_batch(4)) == [8, 9, 10, 11]
+
+    @virtual
+    async def test_weights_that_are_never_published(self) -> None:
+        async with inline_pipeline(task(40, lasting({})), max_staleness=1, batch_groups=4) as pipe:
+            await pipe.start()
+            for _ in range(2):
+                await pipe.ack((await pipe.get_batch(4)).step)
+            with pytest.raises(Starved, match=r"weight_update\(\) after each step"):
+                await pipe.get_batch(4)
+            async with pipe.weight_update(version=2):
+                pass
+            assert len(await pipe.get_batch(4)) == 4
+
+    @virtual
+    async def test_a_crowd_that_comes_back_after_a_crash_with_less_room_is_trained_all_the_same(
+        self, tmp_path: Path
+    ) -> None:
+        directory = str(tmp_path / "run")
+        given = Task("numbers", source=numbers(30), run=lasting({0: 500.0, 1: 500.0}), shuffle=False)
+        async with inline_pipeline(given, directory=directory, capacity=20, concurrency=8) as pipe:
+            await begin(pipe)
+            await anyio.sleep(100)
+            copy = crashed_copy(directory, tmp_path / "copy")
+        for options in ({"capacity": 4}, {"max_staleness": 0, "batch_groups": 4}, {"strategy": "synchronous"}):
+            for order in ("finished", "strict"):
+                target = crashed_copy(copy, tmp_path / f"{order}-{'-'.join(options)}")
+                more: dict[str, Any] = {**options, "order": order, "concurrency": 8}
+                async with inline_pipeline(given, directory=target, **more) as pipe:
+                    trained = Trained()
+                    await begin(pipe, trained=trained)
+                    with anyio.fail_after(100_000):
+                        assert (await finish(pipe, trained, 4)).items == list(range(30)), more
+
+
+class TestLoopStaysFree:
+    """CASES 104: others run while the trainer waits and while a generation is written."""
+
+    @virtual
+    async def test_while_a_batch_is_waited_for(self) -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await anyio.sleep(0.1)
+                ticks += 1
+
+        async with inline_pipeline(task(1, lasting({}, 3.0))) as pipe, anyio.create_task_group() as group:
+            await pipe.start()
+            group.start_soon(tick)
+            await pipe.get_batch(1)
+            assert ticks >= 20
+            group.cancel_scope.cancel()
+
+    async def test_while_200_megabytes_are_saved(self, run_directory: str) -> None:
+        class Model:
+            def __init__(self) -> None:
+                self.weights = {f"layer{n}": torch.ones(5 * 2**20) for n in range(10)}
+
+            def state_dict(self) -> dict[str, Any]:
+                return self.weights
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                self.weights.update(state)
+
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await anyio.sleep(0.001)
+
+        async with pipeline(task(4), directory=run_directory) as pipe, anyio.create_task_group() as group:
+            pipe.attach(model=Model())
+            await pipe.start()
+            group.start_soon(turn)
+            before = turns
+            await (await pipe.save(0)).committed()
+            assert turns - before >= 20
+            group.cancel_scope.cancel()
