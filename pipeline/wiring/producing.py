@@ -196,6 +196,8 @@ class Producer:
             stop = RolloutFailed(f"{job.item}, member {job.member}, attempt {job.attempt}: {text}")
             stop.__cause__ = error
             state.fail(stop)
+        if final:
+            state.expire_stale()  # the last member may have given up, and the group be whole without it
         state.changed.notify()
 
     def interrupted(self, job: Job, reason: str) -> None:
@@ -250,7 +252,8 @@ class Producer:
             return ledger.count(LEASED) + state.wanted
         limit = admissible(
             max_staleness=options.max_staleness,
-            batch_groups=state.progress.batch_groups or options.batch_groups or 0,
+            # What the run was resumed from counts last: this trainer may ask for other batches.
+            batch_groups=state.asked or options.batch_groups or state.progress.batch_groups,
             trained=ledger.step,
             version=state.version,
             capacity=options.capacity,
