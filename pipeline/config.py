@@ -44,7 +44,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             cause = error.__cause__
             if isinstance(cause, ConfigError):
                 raise cause from None
+            cls._check_types(values)
             raise ConfigError(f"{cls.__name__}: {error}") from None
+
+    @classmethod
+    def _check_types(cls, values: Mapping[str, Any]) -> None:
+        for field in msgspec.structs.fields(cls):
+            try:
+                msgspec.convert(values.get(field.name, field.default), field.type)
+            except msgspec.ValidationError as error:
+                raise ConfigError.of(field.name, values[field.name], str(error)) from None
+
+    def __post_init__(self) -> None:
+        # The class may be called with anything; only `of` has checked the types before.
+        self._check_types({name: getattr(self, name) for name in self.__struct_fields__})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that :meth:`of` takes and YAML or JSON keep."""
@@ -55,10 +68,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         value = getattr(self, option)
         if value is None and none_ok:
             return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConfigError.of(option, value, f"a finite number of at least {least} is needed")
-        if value < least:
-            raise ConfigError.of(option, value, f"must be at least {least}")
+        if not least <= value < 2**63:  # what is beyond cannot be written into a manifest
+            raise ConfigError.of(option, value, f"must be at least {least} and fit in 64 bits")
 
 
 class Retry(Options, frozen=True, kw_only=False, tag="retry", tag_field="policy"):
@@ -67,6 +78,7 @@ class Retry(Options, frozen=True, kw_only=False, tag="retry", tag_field="policy"
     attempts: int = 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._at_least("attempts", 1)
 
 
@@ -89,7 +101,7 @@ def failure_policy(given: FailurePolicy | Mapping[str, Any] | str) -> FailurePol
     """
     if isinstance(given, (Retry, FailFast, Skip)):
         return given
-    plain: Any = {"policy": given} if isinstance(given, str) else dict(given)
+    plain: Any = {"policy": given} if isinstance(given, str) else given
     try:
         policy: FailurePolicy = msgspec.convert(plain, FailurePolicy)
         return policy
@@ -142,6 +154,9 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """This trainer's data-parallel rank."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.directory == "":
+            raise ConfigError.of("directory", "", "a folder's name is needed, or None for memory alone")
         for option in ("concurrency", "write_queue_bytes", "segment_bytes"):
             self._at_least(option, 1)
         for option in ("max_deaths", "max_rerolls", "rank"):
@@ -149,6 +164,12 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         self._at_least("max_staleness", 0, none_ok=True)
         for option in ("capacity", "keep", "batch_groups"):
             self._at_least(option, 1, none_ok=True)
+        if self.capacity is not None and self.batch_groups is not None and self.batch_groups > self.capacity:
+            raise ConfigError(
+                f"batch_groups={self.batch_groups} is more than capacity={self.capacity}: such a batch never comes; "
+                "raise capacity= or ask for less",
+                option="batch_groups",
+            )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError.of("seed", self.seed, "must fit in 64 bits")
         if self.watchdog is not None and not (math.isfinite(self.watchdog) and self.watchdog > 0):

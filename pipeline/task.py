@@ -53,6 +53,8 @@ class Task:
         if not isinstance(name, str) or not name or len(name) > 200:
             raise ConfigError.of("name", name, "a task needs a name of 1 to 200 characters")
         self._check_parts(name, source, run, resource)
+        if not isinstance(shuffle, bool):
+            raise ConfigError(f"task {name!r}: shuffle={shuffle!r}: True or False is needed", option="shuffle")
         _whole(name, "group_size", group_size, 1, 2**20)
         _number(name, "share", share)
         if min_group is not None:
@@ -65,7 +67,7 @@ class Task:
         self.group_size, self.share, self.timeout = group_size, float(share), timeout
         self.on_failure = failure_policy(on_failure)
         self.min_group = group_size if min_group is None else min_group
-        self.epochs, self.shuffle, self.resource = epochs, bool(shuffle), resource
+        self.epochs, self.shuffle, self.resource = epochs, shuffle, resource
 
     @staticmethod
     def _check_parts(name: str, source: Any, run: Any, resource: Any) -> None:
@@ -113,5 +115,5 @@ def _whole(task: str, option: str, value: Any, least: int, most: int) -> None:
 
 
 def _number(task: str, option: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ConfigError(f"task {task!r}: {option}={value!r}: a finite number above 0 is needed", option=option)

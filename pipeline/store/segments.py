@@ -14,7 +14,7 @@ from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c, decode_
 from pipeline.store.layout import Layout
 
 
-class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
+class SegmentEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One payload in the footer of a sealed segment."""
 
     uid: int

@@ -35,7 +35,7 @@ class WriterService:
         self._inline = inline
         self._threads = anyio.CapacityLimiter(1)
         self._lock = anyio.Lock(fast_acquire=True)
-        self._work = Signal()
+        self._parked: anyio.Event | None = None
         self._room = Signal()
         self._in_files = threading.Lock()
         self._taken: deque[WriteBatch] = deque()
@@ -43,7 +43,9 @@ class WriterService:
 
     def notify(self) -> None:
         """Wake the writing task, after something was appended."""
-        self._work.notify()
+        if self._parked is not None:
+            self._parked.set()
+            self._parked = None
 
     async def run(self) -> NoReturn:
         """Write what comes, for ever.
@@ -52,7 +54,9 @@ class WriterService:
             WriteFailed: something could not be written.
         """
         while True:
-            await self._work.wait_for(self._anything)
+            while not self._anything():
+                self._parked = anyio.Event()
+                await self._parked.wait()
             await self.flush()
 
     async def room(self) -> None:
@@ -78,7 +82,7 @@ class WriterService:
                         self.writer.done(self._written.popleft())
                     self._room.notify()
         except BaseException:
-            self._work.notify()
+            self.notify()
             raise
 
     def _anything(self) -> bool:

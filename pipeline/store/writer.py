@@ -29,9 +29,10 @@ from pipeline.store.layout import Layout
 from pipeline.store.segments import Footer, SegmentEntry, SegmentInfo
 
 _EVENT_COST = 64  # bytes that a queued event is counted as
+_SMALL = 4096  # bytes
 
 
-class _Queued(NamedTuple):
+class _Queued(msgspec.Struct, frozen=True, gc=False):
     location: Location
     uid: int
     member: int
@@ -66,11 +67,10 @@ class StoreWriter:
         self._layout, self._files, self._run_tag = layout, files, run_tag
         self._segment_bytes, self._queue_bytes = segment_bytes, queue_bytes
         # The loop's side.
-        self.sequence = 0
-        self.queued_bytes = 0
-        self._untaken_bytes = 0
         self._events: list[AnyEvent] = []
         self._payloads: list[_Queued] = []
+        self._payload_bytes = 0
+        self._taken_events = self._taken_bytes = 0
         self._segment, self._offset = 1, 0
         # The writing side.
         self.written = 0
@@ -91,19 +91,28 @@ class StoreWriter:
 
     def append(self, event: AnyEvent) -> None:
         """Queue an event; its number in the journal is ``sequence`` afterwards."""
-        self.sequence += 1
-        self._count(_EVENT_COST)
         self._events.append(event)
 
     def place(self, blob: bytes, uid: int, member: int, life: int) -> Location:
         """Queue a payload and return where it will lie."""
         if self._offset >= self._segment_bytes:
             self._segment, self._offset = self._segment + 1, 0
-        location = Location(self.incarnation, self.rank, self._segment, self._offset, len(blob))
-        self._offset += frame_bytes(len(blob))
-        self._count(len(blob) + _EVENT_COST)
+        size = len(blob)
+        location = Location(self.incarnation, self.rank, self._segment, self._offset, size)
+        self._offset += frame_bytes(size)
+        self._payload_bytes += size + _EVENT_COST
         self._payloads.append(_Queued(location, uid, member, life, blob))
         return location
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last event that was queued, from 1."""
+        return self._taken_events + len(self._events)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written or are on their way."""
+        return self._taken_bytes + self._payload_bytes + len(self._events) * _EVENT_COST
 
     @property
     def full(self) -> bool:
@@ -117,18 +126,16 @@ class StoreWriter:
 
     def take(self) -> WriteBatch:
         """Take everything that is queued, to be handed to :meth:`write`."""
-        first = self.sequence - len(self._events) + 1
-        batch = WriteBatch(first, self._events, self._payloads, self._untaken_bytes)
-        self._events, self._payloads, self._untaken_bytes = [], [], 0
+        cost = self._payload_bytes + len(self._events) * _EVENT_COST
+        batch = WriteBatch(self._taken_events + 1, self._events, self._payloads, cost)
+        self._taken_events += len(self._events)
+        self._taken_bytes += cost
+        self._events, self._payloads, self._payload_bytes = [], [], 0
         return batch
 
     def done(self, batch: WriteBatch) -> None:
         """Note on the loop's side that ``batch`` has been written."""
-        self.queued_bytes -= batch.cost
-
-    def _count(self, cost: int) -> None:
-        self.queued_bytes += cost
-        self._untaken_bytes += cost
+        self._taken_bytes -= batch.cost
 
     # -- the writing side: blocks --------------------------------------------------------------------------
 
@@ -222,6 +229,8 @@ class StoreWriter:
 
     def _write_segment(self, chunks: list[bytes]) -> None:
         if chunks:
+            if sum(map(len, chunks)) < _SMALL * len(chunks):  # one copy costs less than a long list of pieces
+                chunks = [b"".join(chunks)]
             written = self._files.write(self._segment_handle, chunks)
             before = self._segments[self._open_segment]
             self._segments[self._open_segment] = msgspec.structs.replace(before, bytes=before.bytes + written)

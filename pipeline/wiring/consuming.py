@@ -41,7 +41,7 @@ class Consumer:
         begun = state.clock.now()
         self._check(groups)
         step = state.ledger.next_step
-        state.progress.batch_groups = groups
+        state.asked = state.progress.batch_groups = groups
         lease = self._repeat(step, groups)
         repeated = lease is not None
         if lease is None:
@@ -52,7 +52,7 @@ class Consumer:
                 await state.changed.wait_for(lambda: self._answer(groups))
             finally:
                 state.wanted = 0
-            self._raise_failure()
+            self.raise_failure()
             lease = self._lease(step, groups)
         # The batch is leased: from here on a cancelled caller gives it back, so that it is not lost.
         try:
@@ -109,7 +109,7 @@ class Consumer:
     def _check(self, groups: int) -> None:
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
             raise ConfigError.of("groups", groups, "a whole number of at least 1 is needed")
-        self._raise_failure()
+        self.raise_failure()
         if self._state.wanted:
             raise UsageError("get_batch is being waited for already; one trainer takes one batch at a time")
         options = self._state.options
@@ -120,14 +120,16 @@ class Consumer:
                 option="groups",
             )
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise what ended the run, or that it is closed, if so it is."""
         state = self._state
-        if self.closed:
-            raise ClosedError("the pipeline is closed; open it again with `async with`")
         if state.failure is not None:
+            state.told = True
             if isinstance(state.failure, ForebayError):
                 raise state.failure
             raise ForebayError(f"the run has failed: {state.failure!r}") from state.failure
+        if self.closed:
+            raise ClosedError("the pipeline is closed; open it again with `async with`")
 
     def _answer(self, groups: int) -> bool:
         """Whether the waiting trainer can be answered: with a batch, an end, or an error."""

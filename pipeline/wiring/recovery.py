@@ -70,8 +70,22 @@ def recover_run(
     path = os.path.join(stored.folder, PROGRESS_FILE)
     with open(path, "rb") as file:
         progress, unknown = decode_progress(file.read(), path)
-    promised = {(each.incarnation, each.rank): each.bytes for each in stored.manifest.journals}
     folded = Fold(half, plans, seed=seed, line=stored.manifest)
+    positions = _fold_journals(layout, stored, folded, run_tag, torn)
+    ledger = folded.ledger
+    ledger.apply(opened)
+    pending = pending_batches(ledger, ledger.restore(half), folded.hints, half.step)
+    kept = {uid: members for uid, members in folded.places.places.items() if uid in ledger.entries}
+    _check_payloads(layout, run_tag, ledger, kept)
+    states = _read_states(stored)
+    return Recovered(ledger, folded.sampler, progress, unknown, pending, kept, states, folded.events, positions)
+
+
+def _fold_journals(
+    layout: Layout, stored: Stored, folded: Fold, run_tag: int, torn: Callable[[str, int, int], None] | None
+) -> list[JournalPosition]:
+    """Fold every journal, and return where each ended."""
+    promised = {(each.incarnation, each.rank): each.bytes for each in stored.manifest.journals}
     positions: list[JournalPosition] = []
 
     def ended(position: JournalPosition, path: str, left: int) -> None:
@@ -81,20 +95,17 @@ def recover_run(
 
     for logged in read_journals(layout, run_tag=run_tag, promised=promised, ended=ended):
         folded.apply(logged)
-    ledger, sampler, places = folded.ledger, folded.sampler, folded.places
-    ledger.apply(opened)
-    pending = pending_batches(ledger, ledger.restore(half), folded.hints, half.step)
-    live = {entry.uid for entry in ledger.entries.values()}
-    kept = {uid: members for uid, members in places.places.items() if uid in live}
-    _check_payloads(layout, run_tag, ledger, kept)
-    states = {
+    return positions
+
+
+def _read_states(stored: Stored) -> dict[str, Any]:
+    return {
         info.path.removeprefix(TRAINER_FOLDER + "/").removesuffix(".safetensors"): read_state(
             os.path.join(stored.folder, info.path), size=info.bytes, checksum=info.crc32c
         )
         for info in stored.manifest.files
         if info.path.startswith(TRAINER_FOLDER + "/")
     }
-    return Recovered(ledger, sampler, progress, unknown, pending, kept, states, folded.events, positions)
 
 
 class Fold:

@@ -155,8 +155,9 @@ class Run:
         self.producer.paused = True
         self.consumer.release_all()
         await supervisor.stop()
-        if first and supervisor.error is not None:
-            raise supervisor.error
+        for error in (supervisor.error, self.state.failure):
+            if first and error is not None and not (self.state.told and error is self.state.failure):
+                raise error
         if first and self._saver is not None:
             self._saver.raise_failed()
 
@@ -179,6 +180,8 @@ class Run:
         """Raise unless the pipeline is open and healthy."""
         if self._supervisor is None:
             raise ClosedError("the pipeline is not open; use `async with Pipeline(...) as pipe:`")
+        if self.consumer.closed and not self._supervisor.stopping.is_set():
+            self.consumer.raise_failure()
         if self.consumer.closed or self._supervisor.stopping.is_set():
             raise ClosedError("the pipeline is closed; make a new one to go on")
         if self._saver is not None:

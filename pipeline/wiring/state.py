@@ -51,12 +51,16 @@ class RunState:
         """Whether payloads and events are written as they come."""
         self.changed = Signal()
         self.failure: BaseException | None = None
+        self.told = False
+        """Whether a verb has raised ``failure``."""
         self.weights_failed = False
         """A push of weights failed: nothing starts until one succeeds."""
         self.absent = 0
         """Items that wait for a task which this run does not have; they are kept, and in nobody's way."""
         self.wanted = 0
         """Groups that a trainer waits for now."""
+        self.asked = 0
+        """Groups of the last batch that was asked for in this life; 0 before the first."""
         self.on_expired: Callable[[Entry], None] = lambda entry: None
 
     def record(self, event: AnyEvent) -> Entry | None:

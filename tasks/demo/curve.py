@@ -37,7 +37,7 @@ def draw(path: str, summary: Summary, found: Audit) -> None:
     last = max((step.step for step in found.steps), default=1)
     for kill in found.kills:
         if kill.resumed_from is not None:
-            _draw_kill(top, kill.step, kill.resumed_from, on_the_left=kill.step > 0.7 * last)
+            _draw_kill(top, kill.step, kill.resumed_from, on_the_left=kill.resumed_from > 0.19 * last)
             bottom.axvline(kill.step, color=KILL, linewidth=1.6)
     bottom.set_xlim(0.5, last + 0.5)
     bottom.set_xlabel(f"trainer step ({plan.BATCH} rollouts each)")
@@ -49,11 +49,11 @@ def _draw_returns(axes: Any, steps: list[Step], summary: Summary) -> None:
         x = [step.step for step in steps]
         mean = [float(np.mean(step.returns)) for step in steps]
         low, high = np.array([np.percentile(step.returns, (25, 75)) for step in steps]).T
-        axes.plot(x, mean, color=TRAINING, linewidth=1.8, label="training, mean of a batch")
-        axes.fill_between(x, low, high, color=TRAINING, alpha=0.18, linewidth=0, label="middle half of a batch")
+        axes.plot(x, mean, color=TRAINING, linewidth=1.8, label="training (actions sampled), mean of a batch")
+        axes.fill_between(x, low, high, color=TRAINING, alpha=0.18, linewidth=0, label="its middle half")
     if summary.evaluations:
         at, value = zip(*summary.evaluations, strict=True)
-        label = f"evaluation, mean of {plan.EVALUATION_EPISODES} episodes"
+        label = f"evaluation (likeliest action), mean of {plan.EVALUATION_EPISODES}"
         axes.plot(at, value, color=EVALUATION, linewidth=0.8, marker="D", markersize=5, label=label)
     axes.axhline(summary.mark, color=GREY, linewidth=0.9, linestyle=(0, (5, 3)))
     where = {"xy": (0, summary.mark), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
@@ -79,8 +79,8 @@ def _draw_staleness(axes: Any, steps: list[Step]) -> None:
 def _draw_kill(axes: Any, step: int, resumed_from: int, *, on_the_left: bool) -> None:
     axes.axvspan(resumed_from + 0.5, step + 0.5, color=KILL, alpha=0.10, linewidth=0)
     axes.axvline(step, color=KILL, linewidth=1.6)
-    text = f"kill -9 in step {step};\nresumed from step {resumed_from},\nso the shaded steps were repeated"
+    text = f"kill -9 in step {step},\nresumed from {resumed_from};\nshaded: done again"
     x, side = (resumed_from + 0.5, "right") if on_the_left else (step + 0.5, "left")
-    shift = (-6, 8) if on_the_left else (6, 8)
+    shift = (-6, 0) if on_the_left else (6, 0)
     where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate(text, (x, 0), xytext=shift, ha=side, va="bottom", fontsize=9, color=KILL, **where)
+    axes.annotate(text, (x, 0.8), xytext=shift, ha=side, va="top", fontsize=9, color=KILL, **where)

@@ -62,7 +62,7 @@ class LearnerConfig:
     batch_episodes: int = 16
     """Episodes of a trainer step that the other defaults suit; `update` takes any number."""
     planned_steps: int = 100
-    """The learning rate falls linearly from step 1 to here."""
+    """The learning rate falls linearly from step 1 to here. The other defaults suit 80 to 150."""
     learning_rate: float = 2e-4
     """Adam's step size at step 1."""
     final_lr_fraction: float = 0.2
@@ -175,8 +175,8 @@ class Learner:
         min(1, pi/mu) min(q/pi A, clip(q/pi, 1 - clip, 1 + clip) A).
 
     The clip (Schulman et al. 2017, arXiv:1707.06347, eq. 7) limits the step, pi/mu corrects for staleness.
-    Both in one ratio q/mu would slow learning down, the more so the staler they are. The split is from Hilton et
-    al. 2021, arXiv:2110.00641; truncating pi/mu, to bound the variance, is from V-trace: see `_advantages`.
+    Both in one ratio q/mu would slow learning down, the more so the staler they are. The split is Hilton
+    et al.'s, 2021, arXiv:2110.00641; truncating pi/mu, to bound the variance, V-trace's: see `_advantages`.
 
     `model` and `optimizer` are public: with the config, their `state_dict`s are all of a learner's state.
     """

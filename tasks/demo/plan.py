@@ -20,7 +20,7 @@ CAPACITY: Final = 40
 """Rollouts claimed and not yet trained: two batches and a half, so that batches are of one and two steps before."""
 SAVE_EVERY: Final = 5
 """Trainer steps from one checkpoint to the next; after each of these steps the policy is evaluated too."""
-KILL_AT: Final = 0.25
+KILL_AT: Final = 0.2
 """The share of the steps after which the training process is killed: about 0.4 of those that it takes to the mark."""
 
 
@@ -37,5 +37,5 @@ def is_over(step: int, steps: int, evaluation: float | None) -> bool:
 
     However well it goes, the mark ends no run that is younger than this, so that the kill falls into work to be done.
     """
-    young = step < 1.5 * KILL_AT * steps
+    young = step < 2 * KILL_AT * steps
     return step >= steps or (evaluation is not None and evaluation >= MARK and not young)

@@ -102,17 +102,18 @@ def summarize(books: Books, measured: Measured) -> tuple[Summary, Audit]:
 def table(summary: Summary) -> str:
     """Return the summary as lines of text."""
     kill = summary.kills[-1] if summary.kills else None
+    resumed = "from the new process's start to its first step" if kill else ""
     rows = [
         ("steps", str(summary.steps), f"of {plan.BATCH} rollouts each"),
         ("return", _number(summary.evaluation, 1), _verdict(summary)),
         ("rollouts produced", str(summary.produced), _not_trained(summary)),
-        ("run again", str(summary.run_again_cut + summary.run_again_outdated), _run_again(summary)),
         ("trained", str(summary.trained), _stale(summary)),
         ("recovered after the kill", str(summary.recovered), _recovered(summary)),
+        ("run again", str(summary.run_again_cut + summary.run_again_outdated), _run_again(summary)),
         ("lost", str(summary.lost), ""),
         ("trained twice", str(summary.trained_twice), "in the weights that survive"),
         ("killed in step", "-" if kill is None else str(kill["step"]), _resumed(kill)),
-        ("seconds to resume", _number(summary.seconds_to_resume, 1), "from the new process's start to its first step"),
+        ("seconds to resume", _number(summary.seconds_to_resume, 1), resumed),
         ("seconds in all", _number(summary.seconds, 1), ""),
     ]
     wide, right = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)

@@ -36,7 +36,7 @@ def mixture_of(shares: Mapping[str, float]) -> Mixture:
 
 
 @given(SHARES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_after_any_number_of_draws_each_has_its_share_to_within_one(shares: dict[str, float]) -> None:
     mixture, total = mixture_of(shares), sum(shares.values())
     for number in range(1, 200):
@@ -60,7 +60,7 @@ def test_whole_shares_come_in_whole_rounds() -> None:
 
 
 @given(SHARES.filter(lambda shares: len(shares) > 2), st.integers(0, 100), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_task_that_has_ended_leaves_its_place_to_the_others_at_once(
     shares: dict[str, float], before: int, data: st.DataObject
 ) -> None:
