@@ -120,7 +120,8 @@ class Batch:
         ``[n, longest]``, ``rewards`` float32 ``[n]`` and ``group`` int64 ``[n]``, where n counts traces.
 
         Raises:
-            ValueError: tensors of one name differ in dtype, or in shape beyond the first dimension.
+            ValueError: tensors of one name differ in dtype, or in shape beyond the first dimension; or every trace has
+                one named as what stands beside them.
         """
         traces = [
             (place, rollout.reward, trace)
@@ -131,6 +132,11 @@ class Batch:
         names = (
             [name for name in traces[0][2].tensors if all(name in t.tensors for _, _, t in traces)] if traces else []
         )
+        taken = sorted({"lengths", "mask", "rewards", "group"} & set(names))
+        if taken:
+            raise ValueError(
+                f"{', '.join(taken)}: padded() adds something of this name; rename the tensor in the runner"
+            )
         columns = {name: [trace.tensors[name] for _, _, trace in traces] for name in names}
         result = {name: _pad(name, tensors, padding) for name, tensors in columns.items()}
         lengths = [max((len(c[i]) for c in columns.values() if c[i].dim()), default=0) for i in range(len(traces))]

@@ -46,23 +46,24 @@ def check_rollout(given: Any, item: Item) -> str | None:
     reward = given.reward
     if type(reward) is not float and (isinstance(reward, bool) or not isinstance(reward, Real)):
         raise RolloutInvalid(f"{item}: field reward: a number is needed, found {_shown(reward)}")
-    if not _is_finite(reward):
+    if not (math.isfinite(reward) if type(reward) is float else _is_finite(reward)):
         return f"reward is {_shown(reward)}"
     if not isinstance(given.traces, tuple):
         raise RolloutInvalid(
             f"{item}: field traces: tensors by name, or a list, are needed, found {_shown(given.traces)}"
         )
-    if not isinstance(given.info, Mapping):
+    if not _is_mapping(given.info):
         raise RolloutInvalid(f"{item}: field info: a mapping is needed, found {_shown(given.info)}")
     for number, trace in enumerate(given.traces):
-        if not isinstance(trace, Trace) or not isinstance(trace.tensors, Mapping):
+        if not isinstance(trace, Trace) or not _is_mapping(trace.tensors):
             raise RolloutInvalid(
                 f"{item}: field traces[{number}]: a Trace or a mapping is needed, found {_shown(trace)}"
             )
         for name in trace.tensors:
             if type(name) is not str or not name:
                 raise RolloutInvalid(f"{item}: field traces[{number}]: tensor names are text, found {name!r}")
-    _check_versions(given, item)
+    if not (given.oldest is None and given.newest is None and type(given.tokens) is int and given.tokens == 0):
+        _check_versions(given, item)
     return None
 
 
@@ -75,6 +76,10 @@ def _check_versions(given: Rollout, item: Item) -> None:
         raise RolloutInvalid(f"{item}: field newest={given.newest} lies before oldest={given.oldest}")
     if not _is_count(given.tokens):
         raise RolloutInvalid(f"{item}: field tokens: a count of at least 0 is needed, found {given.tokens!r}")
+
+
+def _is_mapping(value: Any) -> bool:
+    return type(value) is dict or isinstance(value, Mapping)  # the second question costs ten times the first
 
 
 def _is_finite(reward: float) -> bool:

@@ -106,6 +106,8 @@ class Pool:
         if self._closing or self._group is None:
             return
         while self.in_flight < self.concurrency:
+            if not self._idle and len(self._workers) >= self.concurrency + self.scoring:
+                return  # some worker is between two attempts, and asks for work itself within this turn
             job = self._work.next_job()
             if job is None:
                 return
@@ -213,7 +215,7 @@ class Pool:
         # at every one of its resumptions.
         work, run = self._work, self._engine.run
         served = 0
-        while not scope.cancel_called:
+        while worker.cut is None:
             job = worker.job or self._next_job(worker)
             if job is None:
                 worker.wake = anyio.Event()

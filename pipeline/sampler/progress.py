@@ -55,7 +55,9 @@ class Progress(msgspec.Struct, kw_only=True):
 
 def encode_progress(progress: Progress, unknown: Mapping[str, Any] | None = None) -> bytes:
     """Return the JSON of a progress and of the unknown fields that came with its file."""
-    fields = {**(unknown or {}), **_spelled(msgspec.to_builtins(progress))}
+    # Converted as a reader would, so that a count in a field of floats is written as it will be after a load.
+    plain = msgspec.to_builtins(msgspec.convert(msgspec.to_builtins(progress), Progress))
+    fields = {**(unknown or {}), **_spelled(plain)}
     return msgspec.json.format(msgspec.json.encode(fields)) + b"\n"
 
 

@@ -118,10 +118,11 @@ def tensor_bytes(value: Any) -> TensorBytes:
     Raises:
         TypeError: the value or its dtype cannot be stored; the message says why.
     """
-    if isinstance(value, torch.Tensor):
-        return _torch_bytes(value)
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError("a masked array cannot be stored; store its data and its mask as two tensors")
+    if type(value) is not np.ndarray:
+        if isinstance(value, torch.Tensor):
+            return _torch_bytes(value)
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError("a masked array cannot be stored; store its data and its mask as two tensors")
     array = np.asarray(value)
     name = _NUMPY_TO_NAME.get(array.dtype)
     if name is None and array.dtype.byteorder == ">":
@@ -180,6 +181,7 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
                 raise RolloutInvalid(f"{item}: field {name!r} of trace {number}: {error}") from None
             arrays.append(tensor.array)
             key += (number, name, tensor.dtype, tensor.shape)
+    oldest, newest = versions
     header = _encode(
         PayloadHeader(
             item.uid,
@@ -190,7 +192,8 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
             attempt,
             life,
             float(rollout.reward),
-            *versions,
+            oldest,
+            newest,
             rollout.tokens,
             traces,
             dict(rollout.info),

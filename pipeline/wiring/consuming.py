@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import anyio.lowlevel
+
 from pipeline.buffer import Batch, Group
 from pipeline.buffer.staleness import floor, staleness
 from pipeline.errors import ClosedError, ConfigError, Damaged, EndOfSource, ForebayError, Starved, UsageError
@@ -39,6 +41,9 @@ class Consumer:
         """
         state = self._state
         begun = state.clock.now()
+        self._check(groups)
+        # A trainer that always finds a batch ready would otherwise never let the rollouts have a turn.
+        await anyio.lowlevel.checkpoint()
         self._check(groups)
         step = state.ledger.next_step
         state.asked = state.progress.batch_groups = groups

@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 
 from pipeline.buffer.staleness import admissible
 from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, SourceError
-from pipeline.ledger import LEASED, PENDING, RUNNING, WAITING, Entry
+from pipeline.ledger import BUFFERED, LEASED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
 from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, Rollout, Started
 from pipeline.runner.context import RunFacts, Slots
@@ -241,7 +241,12 @@ class Producer:
         if state.outstanding <= limit:
             return True
         if state.in_draw_order:
-            return sum(uid < entry.uid for uid in state.ledger.entries) < limit
+            # What waits for a task that this run does not have is in nobody's way.
+            entries = state.ledger.entries.values()
+            ahead = sum(
+                each.uid < entry.uid and (each.task in state.tasks or each.state >= BUFFERED) for each in entries
+            )
+            return ahead < limit
         return state.outstanding - (state.ledger.count(WAITING) - state.absent) < limit
 
     def _limit(self) -> int:

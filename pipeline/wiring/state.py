@@ -125,6 +125,8 @@ class RunState:
 
     def expire_stale(self) -> None:
         """Take groups out that are too old for the next batch: to be run again, or dropped after too many times."""
+        if self.options.max_staleness is None:
+            return
         least = floor(self.ledger.next_step, self.options.max_staleness)
         expired = [] if least is None else self.buffer.older_than(least)
         if expired:

@@ -309,6 +309,39 @@ class TestClosing:
             pass
 
 
+def test_on_trio_as_well(run_directory: str) -> None:
+    """Receivers under a timeout, an abort, attempts that are too slow, and a close in the midst of it all."""
+    cut: list[int] = []
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        if item["n"] == 5 and ctx.attempt == 1:
+            await anyio.sleep_forever()
+        await anyio.sleep(0.001)
+        return Rollout(reward=0.0)
+
+    async def main() -> list[int]:
+        seen: list[int] = []
+        given = task(40, run, timeout=0.2)
+        async with pipeline(given, directory=run_directory, capacity=8, concurrency=4) as pipe:
+            await begin(pipe)
+            async with pipe.weight_update(version=1, running="abort"):
+                assert pipe.statistics().rollouts.in_flight == 0
+            while len(seen) < 20:
+                with anyio.move_on_after(10 * (len(cut) % 2)) as scope:
+                    batch = await pipe.get_batch(2)
+                    seen += ids(batch)
+                    with anyio.CancelScope(shield=True):
+                        await (await pipe.save(batch.step)).committed()
+                cut.append(scope.cancelled_caught)
+            await pipe.get_batch(2)
+        async with pipeline(given, directory=run_directory, capacity=8) as pipe:
+            await begin(pipe)
+            return sorted([*seen, *[n for each in [ids(b) async for b in pipe.batches(groups=2)] for n in each]])
+
+    assert anyio.run(main, backend="trio") == list(range(40))
+    assert cut[0], "nothing had been finished when it waited first"
+
+
 class TestSynchronousForm:
     """What a notebook does: interrupt the cell and go on."""
 

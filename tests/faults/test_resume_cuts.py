@@ -28,6 +28,7 @@ LOOSE: list[dict[str, Any]] = [
     {"capacity": 9},
     {"max_staleness": 1, "batch_groups": GROUPS},
     {"selector": "fifo", "max_staleness": 2, "batch_groups": GROUPS},
+    {"segment_bytes": 1, "write_queue_bytes": 1},
 ]
 
 

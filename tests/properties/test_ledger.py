@@ -1,4 +1,4 @@
-"""The ledger against plain lists: any run of events, leases, crashes and recoveries, with the counts right after each."""
+"""The ledger against plain lists: any events, leases, crashes and recoveries, with the counts right after each."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import math
@@ -275,16 +276,14 @@ def test_a_flipped_byte_of_a_blob_is_damage_or_another_value_and_never_another_e
         for mask in (0x01, 0x20, 0x80, 0xFF):
             bad = bytearray(blob)
             bad[place] ^= mask
-            try:
+            with contextlib.suppress(Damaged):
                 unpack(bytes(bad))
-            except Damaged:
-                pass
     for cut in range(len(blob)):
         with pytest.raises(Damaged):
             unpack(blob[:cut])
 
 
 def test_an_unknown_wrapping_says_that_a_newer_version_wrote_it() -> None:
-    with pytest.raises(PlainValueError, match="'future'.*newer"):
+    with pytest.raises(PlainValueError, match=r"'future'.*newer"):
         from_plain({MARK: ["future", 1]})
     assert from_plain(to_plain({"a": (1,)})) == {"a": (1,)}

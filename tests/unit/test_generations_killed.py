@@ -120,7 +120,7 @@ def test_a_commit_that_fails_is_a_failed_write_with_its_cause(tmp_path: Path) ->
     layout, run = new_run(tmp_path / "run")
     writer = GenerationWriter(layout, ScriptedFiles(2, stays=True), 0)
     writer.begin()
-    with pytest.raises(WriteFailed, match="00000000: could not be committed: .*No space left") as caught:
+    with pytest.raises(WriteFailed, match=r"00000000: could not be committed: .*No space left") as caught:
         writer.commit(Manifest(run_id=run.run_id))
     assert isinstance(caught.value.__cause__, OSError)
 

@@ -151,7 +151,7 @@ def test_a_journal_shorter_than_promised_is_damage(run: tuple[Layout, RunFile]) 
     os.truncate(path, position.bytes - 1)
     assert len(events_of(*run)) in (1, 2)
     os.truncate(path, 128)
-    with pytest.raises(Damaged, match="at byte 128"):
+    with pytest.raises(Damaged, match=r"at byte 128"):
         events_of(*run, promised=position.bytes)
 
 
@@ -161,7 +161,7 @@ def test_a_missing_journal_that_a_generation_counts_on_is_damage(run: tuple[Layo
     write(writer, [Dropped(0, "x")])
     writer.close()
     promised = {(1, 0): 64, (2, 0): 64, (3, 0): 0}
-    with pytest.raises(Damaged, match="000002-0000.fbj: missing"):
+    with pytest.raises(Damaged, match=r"000002-0000.fbj: missing"):
         list(read_journals(layout, run_tag=marker.tag, promised=promised))
     assert len(list(read_journals(layout, run_tag=marker.tag, promised={(1, 0): 64, (3, 0): 0}))) == 1
 
@@ -189,7 +189,7 @@ def test_a_journal_of_another_run_or_under_another_name_is_refused(run: tuple[La
         list(read_journal(name, run_tag=other.tag))
     renamed = Path(layout.journal(7, 0))
     renamed.write_bytes(Path(name.path).read_bytes())
-    with pytest.raises(Damaged, match="incarnation 1, rank 0.*says 7, 0"):
+    with pytest.raises(Damaged, match=r"incarnation 1, rank 0.*says 7, 0"):
         list(read_journals(layout, run_tag=marker.tag))
 
 
@@ -202,7 +202,7 @@ def test_an_unknown_event_is_a_newer_format(run: tuple[Layout, RunFile]) -> None
     layout, marker = run
     path = Path(layout.journal(1, 0))
     path.write_bytes(raw_frame(marker, msgspec.msgpack.encode([["teleport", 1, 2]])))
-    with pytest.raises(NewerFormat, match="at byte 0.*teleport"):
+    with pytest.raises(NewerFormat, match=r"at byte 0.*teleport"):
         events_of(layout, marker)
 
 
@@ -210,7 +210,7 @@ def test_an_unknown_event_is_a_newer_format(run: tuple[Layout, RunFile]) -> None
 def test_a_whole_frame_with_no_events_in_it_is_an_error_of_ours(run: tuple[Layout, RunFile], payload: bytes) -> None:
     layout, marker = run
     Path(layout.journal(1, 0)).write_bytes(raw_frame(marker, payload))
-    with pytest.raises(StoreError, match="at byte 0"):
+    with pytest.raises(StoreError, match=r"at byte 0"):
         events_of(layout, marker)
 
 

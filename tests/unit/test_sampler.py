@@ -13,6 +13,7 @@ from pipeline.errors import SourceError, SourceMismatch
 from pipeline.records import AnyEvent, Claimed, Dropped, EpochBegan, Mixed, SourceMark
 from pipeline.sampler import DrawPlan, Sampler
 from pipeline.sampler import sampler as module
+from pipeline.sampler.order import shuffled
 from pipeline.sampler.sampler import Draw, check_marks
 
 
@@ -58,10 +59,11 @@ def take(made: Sampler, count: int, log: list[AnyEvent] | None = None) -> list[D
             break
         draws.append(draw)
         claimed = Claimed(len(draws), draw.task, draw.epoch, draw.position, draw.index)
-        for event in [claimed] if draw.began is None else [draw.began, claimed]:
+        events: list[AnyEvent] = [claimed] if draw.began is None else [draw.began, claimed]
+        for event in events:
             made.apply(event)
-            if log is not None:
-                log.append(event)
+        if log is not None:
+            log += events
     return draws
 
 
@@ -140,7 +142,7 @@ def test_growth_counts_from_the_next_epoch_and_shrinking_too() -> None:
 
 def test_indices_are_computed_in_blocks_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
-    true = module.shuffled
+    true = shuffled
 
     def counted(seed: int, epoch: int, positions: np.ndarray, length: int) -> np.ndarray:
         calls.append((epoch, int(positions[0])))
@@ -283,7 +285,7 @@ class TestMarks:
             self.resumed(Rows(3, kind="others"))
 
     def test_a_shorter_source_is_an_error_with_both_lengths(self) -> None:
-        with pytest.raises(SourceError, match="had 20 items.*has 19 now"):
+        with pytest.raises(SourceError, match=r"had 20 items.*has 19 now"):
             self.resumed(Rows(19))
 
     def test_a_task_that_was_not_begun_is_bound_to_nothing(self) -> None:

@@ -32,7 +32,7 @@ def test_staleness_counts_the_steps_trained_since_the_oldest_weights() -> None:
 
 @pytest.mark.parametrize(("bound", "allowed"), [(3, [7, 8, 9, 10, 11]), (0, [10, 11]), (None, list(range(12)))])
 def test_the_bound_is_inclusive_at_the_border(bound: int | None, allowed: list[int]) -> None:
-    """CASES 23: the trainer has done 10 steps; with 3 the versions 7 to 10 pass and 6 does not; 11 is newer and passes."""
+    """CASES 23: after 10 steps, bound 3: versions 7 to 10 pass, 6 does not; 11 is newer and passes."""
     least = floor(11, bound)
     assert [version for version in range(12) if least is None or version >= least] == allowed
     assert [version for version in range(12) if bound is None or staleness(11, version) <= bound] == allowed
@@ -84,7 +84,7 @@ def test_nothing_admitted_is_born_too_old() -> None:
 
 
 def test_old_groups_are_found_and_the_rest_is_ordered_by_choice() -> None:
-    """CASES 26: versions 3 to 8 stored, 8 steps trained, bound 2: 3, 4, 5 go; fifo gives 6, 7, 8; four are not ready."""
+    """CASES 26: versions 3 to 8, 8 steps trained, bound 2: 3, 4, 5 go; fifo gives 6, 7, 8; four are not ready."""
     for choice, expected in (("fifo", [6, 7, 8]), ("stalest", [6, 7, 8])):
         buffer = GroupBuffer(order="finished", selector=choice)  # type: ignore[arg-type]
         for version in (3, 4, 5, 6, 7, 8):

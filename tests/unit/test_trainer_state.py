@@ -1,4 +1,4 @@
-"""Whatever was attached comes back equal, without pickle; what cannot is refused by its place, before a byte is written."""
+"""Whatever was attached comes back equal, without pickle; what cannot is refused by its place at once."""
 
 from __future__ import annotations
 

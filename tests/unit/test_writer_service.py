@@ -15,7 +15,7 @@ from pipeline.records import Dropped
 from pipeline.store.files import OsFiles
 from pipeline.store.layout import Layout, RunFile
 from pipeline.store.service import WriterService
-from pipeline.store.writer import StoreWriter
+from pipeline.store.writer import StoreWriter, WriteBatch
 from tests.support.disk import ScriptedFiles, events_of, new_run
 
 
@@ -130,10 +130,17 @@ async def test_a_writing_task_goes_on_with_what_a_cancelled_flush_had_taken(tmp_
         await turns(2)
         flushing.cancel()
         await asyncio.gather(flushing, return_exceptions=True)
+        written = anyio.Event()
+        done = service.writer.done
+
+        def note(batch: WriteBatch) -> None:
+            done(batch)
+            written.set()
+
+        service.writer.done = note  # type: ignore[method-assign]
         group.start_soon(service.run)
         with anyio.fail_after(5):
-            while service.writer.queued_bytes:
-                await anyio.sleep(0.001)
+            await written.wait()
         assert service.uids() == [0]
         group.cancel_scope.cancel()
     await service.close()
@@ -143,10 +150,13 @@ async def test_producers_wait_while_the_queue_is_full_and_go_on_when_it_has_room
     files = GatedFiles()
     service = Service(tmp_path, files, queue_bytes=200)
     passed: list[int] = []
+    everybody = anyio.Event()
 
     async def produce(uid: int) -> None:
         await service.room()
         passed.append(uid)
+        if len(passed) == 3:
+            everybody.set()
 
     async with anyio.create_task_group() as group:
         await produce(0)
@@ -160,8 +170,7 @@ async def test_producers_wait_while_the_queue_is_full_and_go_on_when_it_has_room
         assert passed == [0], "what is on its way to the disk still counts"
         files.gate.set()
         with anyio.fail_after(5):
-            while len(passed) < 3:
-                await anyio.sleep(0.001)
+            await everybody.wait()
         await service.flush()
         assert service.writer.queued_bytes == 0
         group.cancel_scope.cancel()

@@ -1,0 +1,34 @@
+"""``python -m benchmarks`` lists the benchmarks; ``python -m benchmarks NAME`` runs one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from benchmarks import overhead
+from benchmarks.harness import Row, show
+
+BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {"overhead": overhead.run}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for. Exit code 0 whatever the figures are: they are for people to read."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS))
+    parser.add_argument("--json", action="store_true", help="print a list of rows on stdout")
+    parser.add_argument("--scale", type=float, default=1.0, help="how much work, relative to the figures that count")
+    given = parser.parse_args(arguments)
+    names = [given.name] if given.name else sorted(BENCHMARKS)
+    rows = [row for name in names for row in BENCHMARKS[name](given.scale)]
+    if given.json:
+        json.dump([row.to_dict() for row in rows], sys.stdout, indent=2)
+        print()
+    else:
+        show(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
