@@ -117,7 +117,8 @@ def _durable(workers: int, total: int) -> Callable[[], Awaitable[float]]:
 def cost_per_rollout(scale: float) -> list[Row]:
     """At 1, 1,000 and 10,000 in flight."""
     rows = []
-    for workers, work in ((1, 20_000), (1_000, 60_000), (10_000, 100_000)):
+    for most, work in ((1, 20_000), (1_000, 60_000), (10_000, 100_000)):
+        workers = max(1, min(most, int(10 * scale * most)))  # a very quick look has fewer in flight as well
         total = max(2 * BATCH, int(work * scale))
         plain, memory, timed, kill = in_turns(
             5 if scale >= 1 else 1,
@@ -137,7 +138,8 @@ def growth(scale: float) -> list[Row]:
     """With 0, 10,000 and 100,000 groups stored: nothing grows."""
     total = max(2 * BATCH, int(40_000 * scale))
     sizes = [0, *(int(size * scale) for size in (10_000, 100_000))]
-    sides: list[Callable[[], Awaitable[float]]] = [lambda s=size: ours(1_000, total, stored=s) for size in sizes]  # type: ignore[misc]
+    workers = max(1, min(1_000, int(10_000 * scale)))
+    sides: list[Callable[[], Awaitable[float]]] = [lambda s=size: ours(workers, total, stored=s) for size in sizes]  # type: ignore[misc]
     figures = in_turns(5 if scale >= 1 else 1, *sides)
     return [
         times(f"rollout, {size:,} groups stored", figure, "none stored", figures[0], unit="us", most=1.25)

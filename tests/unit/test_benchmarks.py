@@ -1,0 +1,27 @@
+"""The benchmarks run, and their verdict follows from their figures. No figure is asserted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.harness import Row, times
+
+
+def test_the_verdict_follows_from_the_figures() -> None:
+    assert Row(name="a", ours=1.0, unit="us", limit=1.0, asked="").ok
+    assert not Row(name="a", ours=1.1, unit="us", limit=1.0, asked="").ok
+    row = times("a", [9.0, 1.0, 2.0], "bare", [1.0, 0.5, 7.0], unit="us", most=2)
+    assert (row.ours, row.limit, row.peers, row.ok) == (2.0, 2.0, {"bare": 1.0}, True)
+
+
+@pytest.mark.slow
+def test_a_small_run_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overhead", "--json", "--scale", "0.002"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 18
+    for row in rows:
+        assert set(row) == {"name", "ours", "unit", "peers", "limit", "asked", "ok"}
+        assert row["ok"] == (row["ours"] <= row["limit"])
