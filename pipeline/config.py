@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
 import msgspec
 
@@ -53,7 +53,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             try:
                 msgspec.convert(values.get(field.name, field.default), field.type)
             except msgspec.ValidationError as error:
-                raise ConfigError.of(field.name, values[field.name], str(error)) from None
+                choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+                allowed = f"{', '.join(map(repr, choices))} are allowed" if choices else str(error)
+                raise ConfigError.of(field.name, values[field.name], allowed) from None
 
     def __post_init__(self) -> None:
         # The class may be called with anything; only `of` has checked the types before.
