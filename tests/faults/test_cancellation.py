@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -376,8 +377,12 @@ class TestSynchronousForm:
                 pipe.start()
                 pipe.get_batch(4)
 
-        with pytest.raises(KeyboardInterrupt):
-            body()
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs aside
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                body()
+        finally:
+            signal.signal(signal.SIGINT, before)
         self.opens_again(run_directory)
 
     def test_a_runner_that_exits_the_process_is_a_failed_rollout(self, run_directory: str) -> None:
