@@ -103,6 +103,8 @@ class StrictSelector:
     def closed(self, uid: int) -> None:
         """Note that ``uid`` has finished or been dropped."""
         self._open.discard(uid)
+        if len(self._open_heap) > 2 * len(self._open) + 64:
+            self._open_heap = sorted(self._open)
 
     def add(self, uid: int, version: int, *, first: bool = False) -> None:
         self._keys.add(uid)

@@ -160,10 +160,10 @@ def test_a_source_that_grew_in_mid_epoch_does_not_mix_two_orders() -> None:
     """The blocks are remembered by length as well: the same block of a longer epoch is another one."""
     source = Rows(10)
     made = sampler(plan(source, epochs=None))
-    take(made, 5)
+    take(made, 10)
+    assert made.draw() is not None  # looked at, and not taken: epoch 1 would have 10 items
     source.count = 12
-    rest = take(made, 5 + 12)
-    assert sorted(indices(rest[5:])) == list(range(12))
+    assert sorted(indices(take(made, 12))) == list(range(12))
 
 
 def test_tasks_are_mixed_by_share_and_the_end_of_one_leaves_the_others() -> None:
