@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ def check_generation(stored: Stored) -> None:
 
 
 class GenerationWriter:
-    """Writes one generation. All methods block, and belong to one thread at a time."""
+    """Writes one generation. All methods block, and belong to one thread at a time, but for :meth:`abandon`."""
 
     def __init__(self, layout: Layout, files: FilesLike, number: int) -> None:
         self.number = number
@@ -127,7 +128,8 @@ class GenerationWriter:
         self._final = os.path.join(layout.generations, f"{number:08d}")
         self.folder = self._final + ".part"
         self.infos: list[FileInfo] = []
-        self._renamed = False
+        self._renamed = self._abandoned = False
+        self._one_ends_it = threading.Lock()
 
     def begin(self) -> None:
         """Make the folder aside; what a crash left under its name is removed.
@@ -188,6 +190,12 @@ class GenerationWriter:
         Raises:
             WriteFailed: it could not be written; the generations before it are untouched.
         """
+        with self._one_ends_it:
+            if self._abandoned:
+                raise WriteFailed(f"{self._final}: was given up before it was committed")
+            return self._commit(manifest)
+
+    def _commit(self, manifest: Manifest) -> Stored:
         try:
             for folder in sorted({os.path.dirname(os.path.join(self.folder, info.path)) for info in self.infos}):
                 self._files.sync_directory(folder)
@@ -202,10 +210,16 @@ class GenerationWriter:
         return Stored(self._final, manifest)
 
     def abandon(self) -> None:
-        """Remove what was written, after a failure: nothing stays, neither aside nor under the final name."""
-        remove_tree(self._files, self.folder)
-        if self._renamed:
-            remove_tree(self._files, self._final)
+        """Remove what was written, after a failure: nothing stays, neither aside nor under the final name.
+
+        May be called while another thread is in :meth:`commit`, whose caller was cancelled: then whichever comes first
+        decides, and a generation that was committed stays.
+        """
+        with self._one_ends_it:
+            self._abandoned = True
+            remove_tree(self._files, self.folder)
+            if self._renamed:
+                remove_tree(self._files, self._final)
 
     def _target(self, path: str) -> str:
         target = os.path.join(self.folder, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from pipeline import (
     SourceMark,
     Starved,
     Task,
+    WriteFailed,
 )
 from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting, train
+from tests.support.disk import ScriptedFiles
 from tests.support.runs import ids, numbers, pipeline, task
 
 virtual = pytest.mark.virtual_time
@@ -223,6 +226,54 @@ anyio.run(main, sys.argv[1])
                 return [n for each in [ids(batch) async for batch in pipe.batches(groups=1)] for n in each]
 
         assert anyio.run(rest) == [5, 6, 7, 8, 9]
+
+
+class TestDiskDies:
+    """What cannot be written any more is told by the next verb, whichever it is, and not hidden behind others."""
+
+    @virtual
+    @pytest.mark.parametrize("verb", ["get_batch", "ack", "save", "weight_update", "aclose"])
+    async def test_a_writer_that_failed_in_the_background(self, run_directory: str, verb: str) -> None:
+        files = ScriptedFiles()
+        pipe = inline_pipeline(task(40, lasting({})), directory=run_directory, files=files)
+
+        async def update() -> None:
+            async with pipe.weight_update(version=0):
+                pass
+
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "get_batch": lambda: pipe.get_batch(1),
+            "ack": lambda: pipe.ack(0),
+            "save": lambda: pipe.save(0),
+            "weight_update": update,
+            "aclose": pipe.aclose,
+        }
+        await pipe.__aenter__()
+        await begin(pipe)
+        files._fail_at, files._stays = len(files.calls) + 5, True
+        await anyio.sleep(1000)
+        with anyio.fail_after(10), pytest.raises(WriteFailed, match="No space left"):
+            await calls[verb]()
+        if verb != "aclose":
+            with pytest.raises(WriteFailed):
+                await calls["get_batch"]()
+        await pipe.aclose()
+        async with inline_pipeline(task(40, lasting({})), directory=run_directory) as again:
+            await begin(again)
+            assert (await finish(again, Trained(), 4)).items == list(range(40))
+
+    async def test_a_writer_that_fails_while_a_batch_is_waited_for(self, run_directory: str) -> None:
+        async def run(item: Item, ctx: Context) -> Rollout:
+            if item["n"] == 9:
+                files._fail_at, files._stays = len(files.calls) + 1, True
+            await anyio.sleep(0.001)
+            return Rollout(reward=0.0)
+
+        files = ScriptedFiles()
+        async with pipeline(task(40, run), directory=run_directory, files=files, concurrency=1) as pipe:
+            await begin(pipe)
+            with pytest.raises(WriteFailed, match="No space left"):
+                await pipe.get_batch(40)
 
 
 class TestItemThatAlwaysFails:

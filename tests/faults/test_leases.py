@@ -107,9 +107,10 @@ class TestLeavingTheLoop:
         self, run_directory: str, tmp_path: Any
     ) -> None:
         uids: list[int] = []
+        failed = inline_pipeline(task(12, lasting({})), directory=run_directory, capacity=12)
 
         async def fails() -> None:
-            async with inline_pipeline(task(12, lasting({})), directory=run_directory, capacity=12) as pipe:
+            async with failed as pipe:
                 await begin(pipe, trained=Trained())
                 async for batch in pipe.batches(groups=4):
                     uids.extend(batch.uids)
@@ -117,6 +118,7 @@ class TestLeavingTheLoop:
 
         with pytest.raises(RuntimeError, match="out of memory"):
             await fails()
+        assert states(failed, uids) == {"buffered"}
         async with inline_pipeline(task(12, lasting({})), directory=run_directory, capacity=12) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
@@ -175,6 +177,7 @@ class TestSteps:
             with pytest.raises(UsageError, match=f"step {step} was never handed out"):
                 await self.call(pipe, verb, step)
             assert {state for batch in batches for state in states(pipe, batch.uids)} == {"leased"}
+            assert pipe.progress.consumed_samples.get("numbers", 0) == 0
             await self.call(pipe, verb, 2)
             assert pipe.ledger.step == 2
 

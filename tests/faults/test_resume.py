@@ -226,8 +226,7 @@ class TestRoundTrips:
             async for batch in pipe.batches(groups=2, until=steps):
                 await train(pipe, trained, batch)
             await pipe.save(steps)
-            if steps < 6:
-                await pipe.get_batch(2)  # leased, and not acked, when the run closes
+            leased = ids(await pipe.get_batch(2)) if steps < 6 else []  # and not acked when the run closes
         states = []
         for _ in range(6):
             async with inline_pipeline(given, directory=run_directory, concurrency=3, keep=None) as pipe:
@@ -240,6 +239,7 @@ class TestRoundTrips:
             await begin(pipe, trained=(again := Trained()))
             await finish(pipe, again, 2)
         assert again.items == list(range(12))
+        assert again.batches[steps : steps + 1] == ([leased] if leased else []), "it is handed out again"
 
     async def test_resumes_without_new_data_do_not_grow_the_folder(self, run_directory: str) -> None:
         async def megabyte(item: Item, ctx: Context) -> Rollout:

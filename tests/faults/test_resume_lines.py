@@ -195,6 +195,22 @@ class TestTasksComeAndGo:
         assert await life(copy, ["a", "b", "c"])
         assert Counter(seen) == dict.fromkeys([(task, n) for task in "abc" for n in range(9)], 1)
 
+    @pytest.mark.parametrize("order", ["strict", "finished"])
+    async def test_what_waits_for_an_absent_task_is_in_nobodys_way(self, tmp_path: Path, order: str) -> None:
+        directory = str(tmp_path / "run")
+        both = self.tasks("a", "b", slow=50.0)
+        async with inline_pipeline(both, directory=directory, capacity=12, concurrency=12) as pipe:
+            await begin(pipe)
+            await anyio.sleep(1)
+            assert pipe.ledger.claimed == 12
+            copy = crashed_copy(directory, tmp_path / "copy")
+        for options in ({"capacity": 2}, {"max_staleness": 0, "batch_groups": 2}):
+            target = crashed_copy(copy, tmp_path / "-".join(options))
+            more: dict[str, Any] = {**options, "order": order}
+            async with inline_pipeline(self.tasks("b"), directory=target, **more) as pipe:
+                await begin(pipe)
+                assert (await finish(pipe, Trained(), 2)).items == list(range(9))
+
 
 class TestQuarantine:
     """An item that takes its process down each time must not do so for ever."""

@@ -8,6 +8,9 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -203,3 +206,43 @@ def test_past_the_limit_on_file_size_the_old_generation_stands_and_nothing_is_le
     assert done.returncode == 0, done.stderr
     assert re.match(r"failed: \[Errno 27\] File too large", lines[0])
     assert lines[1:] == ["['00000000']", str(whole(10)), str(whole(20))]
+
+
+@pytest.mark.parametrize("verb", ["sync_directory", "rename", "create", "write", "unlink"])
+def test_given_up_while_another_thread_commits_it_is_whole_or_gone(tmp_path: Path, verb: str) -> None:
+    """Its caller was cancelled (``asyncio.wait_for``) and the thread was not: whichever comes first decides."""
+    layout, run = new_run(tmp_path / "run")
+    commit(layout, run, 0, 10)
+    reached, go = threading.Event(), threading.Event()
+
+    class Slow(ScriptedFiles):
+        def _enter(self, called: str) -> bool:
+            if called == verb and started.is_set() and not reached.is_set():
+                reached.set()
+                assert go.wait(10)
+            return super()._enter(called)
+
+    started = threading.Event()
+    writer = GenerationWriter(layout, Slow(), 1)
+    writer.begin()
+    for number in range(5):
+        writer.add(f"files/{number}", b"content")
+    manifest = Manifest(run_id=run.run_id, generation=1, step=20, files=writer.infos)
+    started.set()
+    with ThreadPoolExecutor(2) as threads:
+        calls: list[Callable[[], object]] = [lambda: writer.commit(manifest), writer.abandon]
+        one, other = reversed(calls) if verb == "unlink" else calls
+        first = threads.submit(one)
+        assert reached.wait(10)
+        second = threads.submit(other)
+        wait([second], timeout=0.1)  # were nothing to hold it up, it would be done by now
+        go.set()
+        first.result(10)
+        if verb == "unlink":
+            with pytest.raises(WriteFailed, match="given up"):
+                second.result(10)
+        else:
+            second.result(10)
+    stored = newest(layout, run)
+    assert stored.manifest.step == (10 if verb == "unlink" else 20)
+    assert names(layout) == (["00000000"] if verb == "unlink" else ["00000000", "00000001"])

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.errors import Damaged, NewerFormat, NotARun
+from pipeline.errors import Damaged, NewerFormat, NotARun, StoreError
 from pipeline.store.layout import Layout, write_file
 from tests.support.disk import Killed, ScriptedFiles, tree
+from tests.support.runs import pipeline
 
 
 def layout_of(folder: Path) -> Layout:
@@ -129,3 +130,16 @@ def test_a_small_file_is_the_old_or_the_new_one_at_any_call(tmp_path: Path, how:
         write_file(ScriptedFiles(), path, b"newest")
         assert tree(tmp_path) == {"f": b"newest"}, "a part that was left over is in nobody's way"
     assert seen == {b"old", b"new"}
+
+
+@pytest.mark.parametrize("below", [(), ("deeper",)])
+async def test_a_target_that_cannot_be_a_folder_is_refused_before_anything_runs(
+    tmp_path: Path, below: tuple[str, ...]
+) -> None:
+    """CASES 133: one class of error, at opening."""
+    (tmp_path / "file").write_bytes(b"somebody's")
+    directory = tmp_path.joinpath("file", *below)
+    with pytest.raises(StoreError, match="file"):
+        async with pipeline(directory=str(directory)):
+            raise AssertionError("was opened")
+    assert tree(tmp_path) == {"file": b"somebody's"}
