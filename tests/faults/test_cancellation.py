@@ -142,12 +142,18 @@ class TestReceivers:
             await pipe.save(0)
         rng = random.Random(3)
         seen: list[int] = []
+
+        async def cancel_after(turns: int, scope: anyio.CancelScope) -> None:
+            for _ in range(turns):
+                await turn()
+            scope.cancel()
+
         async with pipeline(task(200), directory=run_directory, capacity=200) as pipe:
             await begin(pipe)
             while len(seen) < 200:
                 with anyio.CancelScope() as scope:
-                    if rng.random() < 0.5:
-                        asyncio.get_running_loop().call_soon(scope.cancel)
+                    if rng.random() < 0.7:
+                        asyncio.get_running_loop().create_task(cancel_after(rng.randrange(6), scope))
                     batch = await pipe.get_batch(5)
                     seen += [int(rollout["n"].item()) for rollout in batch.rollouts]
                     with anyio.CancelScope(shield=True):

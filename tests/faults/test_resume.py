@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -219,8 +220,8 @@ class TestRoundTrips:
     async def test_rounds_of_resume_without_training_keep_the_state_byte_for_byte(
         self, run_directory: str, steps: int
     ) -> None:
-        given = task(12, lasting({}), epochs=1)
-        async with inline_pipeline(given, directory=run_directory, concurrency=3) as pipe:
+        given = task(12, lasting({n: 5.0 - (n * 5) % 12 / 4 for n in range(12)}))  # they do not end in their order
+        async with inline_pipeline(given, directory=run_directory, concurrency=12, capacity=12) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             async for batch in pipe.batches(groups=2, until=steps):
@@ -235,7 +236,7 @@ class TestRoundTrips:
             newest = max((Path(run_directory) / "generations").iterdir(), key=lambda path: int(path.name))
             states.append([(newest / name).read_bytes() for name in ("consumer.json", "progress.json")])
         assert states[1:] == states[:1] * 5
-        async with inline_pipeline(given, directory=run_directory, concurrency=3) as pipe:
+        async with inline_pipeline(given, directory=run_directory, concurrency=3, order="strict") as pipe:
             await begin(pipe, trained=(again := Trained()))
             await finish(pipe, again, 2)
         assert again.items == list(range(12))
@@ -293,14 +294,18 @@ class TestAnotherSource:
 
     @virtual
     @pytest.mark.parametrize("epochs", [1, 2, 3])
-    async def test_a_task_can_be_begun_anew_with_it(self, run_directory: str, tmp_path: Path, epochs: int) -> None:
+    @pytest.mark.parametrize("groups", [1, 2])
+    @pytest.mark.parametrize("options", [{}, {"order": "strict"}, {"max_staleness": 2}])
+    async def test_a_task_can_be_begun_anew_with_it(
+        self, run_directory: str, tmp_path: Path, epochs: int, groups: int, options: dict[str, Any]
+    ) -> None:
         await self.train_five(run_directory)
         copy = crashed_copy(run_directory, tmp_path / "copy")
-        async with inline_pipeline(self.other("B", epochs), directory=copy) as pipe:
+        async with inline_pipeline(self.other("B", epochs), directory=copy, **options) as pipe:
             resumed = await pipe.resume(restart=["numbers"])
             assert resumed.step == 1
             await pipe.start(weights_current=True)
-            drawn = sorted([n for each in [ids(b) async for b in pipe.batches(groups=1)] for n in each])
+            drawn = (await finish(pipe, Trained(1), groups)).items
             pipe.ledger.check()
         assert drawn == sorted([0, 1, 2] * epochs), "every epoch that the task asks for is of the new source"
         async with inline_pipeline(self.other("B", epochs), directory=copy) as pipe:

@@ -154,6 +154,35 @@ class TestBatchesHandedOutAgain:
         assert trained.items == list(range(12))
 
 
+class TestVersionsOfADeadLife:
+    async def test_a_number_above_the_restored_one_counts_as_the_restored_one(self, tmp_path: Path) -> None:
+        """Saved at step 2, dead at step 5: what the weights of step 5 made is no newer than those of step 2 now."""
+        directory = str(tmp_path / "run")
+        given = Task("numbers", source=numbers(60), run=lasting({}), shuffle=False)
+        options: dict[str, Any] = {"max_staleness": 1, "batch_groups": 4, "concurrency": 20}
+        async with inline_pipeline(given, directory=directory, **options) as pipe:
+            trained = Trained()
+            await begin(pipe, trained=trained)
+            async for batch in pipe.batches(groups=4, until=5):
+                await train(pipe, trained, batch)
+                if batch.step == 2:
+                    await (await pipe.save(2)).committed()
+            await anyio.sleep(10)
+            made = {entry.uid for entry in pipe.ledger.entries.values() if entry.oldest == 5}
+            assert len(made) >= 4
+            copy = crashed_copy(directory, tmp_path / "copy")
+        async with inline_pipeline(given, directory=copy, **options) as pipe:
+            again = Trained()
+            assert (await begin(pipe, trained=again)).version == 2
+            async for batch in pipe.batches(groups=4):
+                assert batch.staleness <= 1
+                for group in batch:
+                    assert group.oldest <= pipe.version
+                    assert group.uid not in made or pipe.ledger.entries[group.uid].life or batch.step <= 4
+                await train(pipe, again, batch)
+        assert again.items == list(range(60))
+
+
 class TestTasksComeAndGo:
     @staticmethod
     def tasks(*names: str, slow: float = 1.0) -> list[Task]:

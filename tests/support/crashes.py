@@ -48,13 +48,15 @@ def crashed_copy(directory: str, target: str | os.PathLike[str]) -> str:
 class Trained:
     """Stands for the weights: knows every batch that it was trained on, and goes back with the checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: int = 0) -> None:
+        self.begun = begun
+        """Steps that others have trained before."""
         self.batches: list[list[int]] = []
         self.weight = torch.zeros(4)
 
     def step(self, batch: Batch) -> None:
         """Train on ``batch``."""
-        assert batch.step == len(self.batches) + 1, "a step was left out or done twice"
+        assert batch.step == self.begun + len(self.batches) + 1, "a step was left out or done twice"
         self.batches.append(ids(batch))
         self.weight += batch.step
 
