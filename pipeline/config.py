@@ -95,6 +95,10 @@ class Skip(Options, frozen=True, tag="skip", tag_field="policy"):
 FailurePolicy: TypeAlias = Retry | FailFast | Skip
 
 
+LEAST, MOST = 1e-9, 1e12
+"""Bounds of shares and of seconds: what lies beyond is a mistake, and would end in an infinity somewhere."""
+
+
 def failure_policy(given: FailurePolicy | Mapping[str, Any] | str) -> FailurePolicy:
     """Return the policy that ``given`` describes: an object, ``"skip"``, or ``{"policy": "retry", ...}``.
 
@@ -137,7 +141,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     capacity: int | None = None
     """Most groups claimed and not yet trained. None: as many as staleness allows, else two batches."""
     durability: Durability = "kill"
-    """``none``: written at a save. ``kill``: written as it comes. ``power``: and synced to the disk."""
+    """``none``: written at a save. ``kill``: written as it comes. ``power``: as ``kill`` so far: every generation is
+    synced, what comes between generations is not (``docs/durability.md``)."""
     write_queue_bytes: int = 256 << 20
     """Bytes that may wait to be written before producers wait."""
     segment_bytes: int = 64 << 20
@@ -157,8 +162,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.directory == "":
-            raise ConfigError.of("directory", "", "a folder's name is needed, or None for memory alone")
+        if self.directory is not None and (self.directory == "" or "\0" in self.directory):
+            raise ConfigError.of("directory", self.directory, "a folder's name is needed, or None for memory alone")
         for option in ("concurrency", "write_queue_bytes", "segment_bytes"):
             self._at_least(option, 1)
         for option in ("max_deaths", "max_rerolls", "rank"):

@@ -1,7 +1,7 @@
 """Every seam of the library on one page.
 
-A part that is to be replaced implements one of these and is tested by the suite of the same name in
-``tests/conformance``.
+A part that is to be replaced implements one of these. Selectors, sources and storages have a suite that every
+implementation passes, in ``tests/conformance``.
 """
 
 from __future__ import annotations

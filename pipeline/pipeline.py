@@ -75,10 +75,14 @@ class Pipeline:
         inline: bool = False,
         **more: Any,
     ) -> None:
-        given = [tasks] if isinstance(tasks, Task) else list(tasks)
+        given = [tasks] if isinstance(tasks, Task) else list(tasks) if isinstance(tasks, Sequence) else []
+        if not all(isinstance(task, Task) for task in given):
+            raise ConfigError.of("tasks", tasks, "a Task, or a sequence of them, is needed")
+        if not isinstance(options, (PipelineOptions, Mapping, type(None))):
+            raise ConfigError.of("options", options, "PipelineOptions, or a mapping of plain values, is needed")
         names = [task.name for task in given]
         if not names:
-            raise ConfigError.of("tasks", given, "at least one task is needed")
+            raise ConfigError.of("tasks", tasks, "at least one task is needed")
         if len(set(names)) != len(names):
             raise ConfigError.of("tasks", names, "task names must be distinct")
         base = options.to_dict() if isinstance(options, PipelineOptions) else dict(options or {})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from pipeline.config import FailurePolicy, Retry, failure_policy
+from pipeline.config import LEAST, MOST, FailurePolicy, Retry, failure_policy
 from pipeline.errors import ConfigError
 from pipeline.interfaces import Runner, Source
 
@@ -50,8 +49,8 @@ class Task:
         shuffle: bool = True,
         resource: Any = None,
     ) -> None:
-        if not isinstance(name, str) or not name or len(name) > 200:
-            raise ConfigError.of("name", name, "a task needs a name of 1 to 200 characters")
+        if not isinstance(name, str) or not name or len(name) > 200 or not _encodable(name):
+            raise ConfigError.of("name", name, "a task needs a name of 1 to 200 characters that UTF-8 can encode")
         self._check_parts(name, source, run, resource)
         if not isinstance(shuffle, bool):
             raise ConfigError(f"task {name!r}: shuffle={shuffle!r}: True or False is needed", option="shuffle")
@@ -107,6 +106,11 @@ class Task:
         return f"Task({self.name!r}, group_size={self.group_size}, share={self.share})"
 
 
+def _encodable(text: str) -> bool:
+    """Whether the journal can hold it: a lone surrogate cannot be written."""
+    return text.encode("utf-8", "ignore").decode() == text
+
+
 def _whole(task: str, option: str, value: Any, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(
@@ -115,5 +119,7 @@ def _whole(task: str, option: str, value: Any, least: int, most: int) -> None:
 
 
 def _number(task: str, option: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"task {task!r}: {option}={value!r}: a finite number above 0 is needed", option=option)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not LEAST <= value <= MOST:
+        raise ConfigError(
+            f"task {task!r}: {option}={value!r}: a number of {LEAST:g} to {MOST:g} is needed", option=option
+        )

@@ -223,8 +223,8 @@ class Saver:
         return stored
 
     def _retire(self, run_id: str) -> None:
-        found = find_generations(self._layout, run_id)
         try:
+            found = find_generations(self._layout, run_id)
             for number in retire(self._layout, self._files, found.complete, self._state.options.keep):
                 self._state.log.debug(events.GENERATION_REMOVED, generation=number)
         except OSError as error:

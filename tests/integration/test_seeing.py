@@ -102,3 +102,19 @@ def test_a_run_on_trio_survives_a_resume(run_directory: str) -> None:
 
     anyio.run(main, backend="trio")
     assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.virtual_time
+async def test_a_trainer_that_always_finds_a_batch_still_lets_the_rollouts_have_a_turn() -> None:
+    """It awaits nothing but ``get_batch``; each batch takes one of the four that are ready."""
+
+    async def instant(item: Item, ctx: Context) -> Rollout:
+        return Rollout(reward=1.0)
+
+    async with pipeline(task(60, instant), capacity=4, concurrency=1, inline=True) as pipe:
+        await pipe.start()
+        await anyio.sleep(1)
+        for _ in range(20):
+            batch = await pipe.get_batch(1)
+            await pipe.ack(batch.step)
+            assert pipe.statistics().buffer.groups >= 1, "the buffer ran dry while the trainer took from it"

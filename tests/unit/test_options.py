@@ -14,7 +14,7 @@ from pipeline.config import failure_policy
 from tests.support.runs import numbers, pipeline, solve, task
 
 NO_COUNT = [0, -1, 1.5, math.nan, math.inf, True, "4", [4], 2**63, 10**400]
-NO_NUMBER = [-1, math.nan, math.inf, True, "4", [4]]
+NO_NUMBER = [-1, math.nan, math.inf, True, "4", [4], 10**400]
 PIPELINE: dict[str, list[Any]] = {
     "concurrency": [*NO_COUNT, None],
     "max_staleness": [-1, 1.5, math.nan, True, "2", 2**63],
@@ -32,10 +32,10 @@ PIPELINE: dict[str, list[Any]] = {
     "keep": NO_COUNT,
     "watchdog": [0, *NO_NUMBER],
     "rank": [*NO_COUNT[1:], None],
-    "directory": ["", 5, True, ["runs"]],
+    "directory": ["", "a\0b", 5, True, ["runs"]],
 }
 TASK: dict[str, list[Any]] = {
-    "name": ["", None, 5, "n" * 201],
+    "name": ["", None, 5, "n" * 201, "\ud83d"],
     "source": [None, [1, 2], "train.jsonl"],
     "run": [None, "solve", lambda item, ctx: None],
     "group_size": [*NO_COUNT, None],
@@ -148,3 +148,23 @@ class TestRoundTrip:
         given = Task("numbers", source=numbers(3), run=solve, on_failure=policy.to_dict())
         assert given.on_failure == policy
         assert given.describe()["on_failure"] == policy.to_dict()
+
+
+@pytest.mark.parametrize("value", [1e-300, 5e-324, 1e300])
+@pytest.mark.parametrize("option", ["share", "timeout"])
+def test_numbers_that_would_end_in_an_infinity_are_refused(option: str, value: float) -> None:
+    given: dict[str, Any] = {option: value}
+    with pytest.raises(ConfigError, match=f"{option}="):
+        task(**given)
+
+
+@pytest.mark.parametrize("given", [None, [], "numbers", [1], {}])
+def test_what_is_no_task_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="tasks="):
+        Pipeline(given)
+
+
+@pytest.mark.parametrize("given", [[1], "concurrency", 5])
+def test_options_of_another_kind_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="options="):
+        Pipeline(task(), given)
