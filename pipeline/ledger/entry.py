@@ -1,0 +1,115 @@
+"""What the ledger keeps of an item, of a task, and of what the weights have seen."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeline.records import Claimed
+
+WAITING, RUNNING, PARKED, BUFFERED, LEASED = range(5)
+STATES = ("waiting", "running", "parked", "buffered", "leased")
+PENDING, IN_FLIGHT, FINISHED, GIVEN_UP = range(4)
+
+
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """A claimed item that has not ended.
+
+    Neither it nor anything in it is walked by the garbage collector, which would otherwise cost more than all else that
+    is done with 100,000 groups. So it holds numbers, text, bytes and tuples of numbers only, and can be in no cycle.
+    """
+
+    uid: int
+    task: str
+    epoch: int
+    index: int
+    position: int
+    size: int
+    need: int
+    kind: str
+    content: bytes | None
+    members: bytearray
+    failures: tuple[int, ...]
+    attempts: tuple[int, ...]
+    unsettled: int
+    in_flight: int = 0
+    state: int = RUNNING
+    rank: int = 0
+    life: int = 0
+    interruptions: int = 0
+    deaths: int = 0
+    rerolls: int = 0
+    """How often it was run again because it had become too old, crashes aside."""
+    made: int = 0
+    """The incarnation in which a member finished last."""
+    order: int = 0
+    """Counts groups as they become buffered: the order in which fifo hands them out."""
+    oldest: int | None = None
+    newest: int = 0
+    effective: int = 0
+    """The oldest version in terms of the weights that are in use now; staleness counts from it."""
+    rewards: float = 0.0
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, event: Claimed) -> Entry:
+        """Return the entry of an item that has just been claimed."""
+        size = event.size
+        zeros = (0,) * size
+        return cls(
+            event.uid,
+            event.task,
+            event.epoch,
+            event.index,
+            event.position,
+            size,
+            event.need,
+            event.kind,
+            event.content,
+            bytearray(size),
+            zeros,
+            zeros,
+            size,
+        )
+
+
+class TaskTotals(msgspec.Struct):
+    """A task's counts for the life of the run."""
+
+    claimed: int = 0
+    trained: int = 0
+    trained_rollouts: int = 0
+    trained_tokens: int = 0
+    dropped: dict[str, int] = {}
+    produced: int = 0
+    """Groups that became buffered; one that was reopened and finished again counts again."""
+    finished: int = 0
+    """Members that finished."""
+    failed: int = 0
+    """Attempts that failed."""
+    interrupted: int = 0
+    reopened: int = 0
+    tokens: int = 0
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    seconds: float = 0.0
+    """Time that attempts which finished took."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that was handed out: its groups, in order, and how often each had been reopened."""
+
+    step: int
+    uids: list[int]
+    lives: list[int]
+    consumer: str = "trainer"
+
+
+class ConsumerHalf(msgspec.Struct, kw_only=True):
+    """What the weights have seen, as a generation keeps it. Every field has a default: old files load."""
+
+    format_version: int = 1
+    step: int = 0
+    trained: list[tuple[int, int]] = []
+    leases: list[Lease] = []
+    trained_by_task: dict[str, tuple[int, int, int]] = {}
+    """Groups, rollouts and tokens."""
