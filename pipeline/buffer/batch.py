@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+import msgspec
 import torch
 
 from pipeline.records import Rollout
 from pipeline.store.codec import PayloadHeader, unpack
 
 
-class Group:
+class Group(msgspec.Struct, eq=False):
     """One item's finished rollouts, by member. A member that failed for good is absent.
 
     Attributes:
@@ -21,25 +22,16 @@ class Group:
         staleness: steps trained when the batch was made, minus ``oldest``.
     """
 
-    __slots__ = ("_blobs", "_unpacked", "epoch", "index", "newest", "oldest", "reward_mean", "staleness", "task", "uid")
-
-    def __init__(
-        self,
-        *,
-        uid: int,
-        task: str,
-        epoch: int,
-        index: int,
-        oldest: int,
-        newest: int,
-        staleness: int,
-        reward_mean: float,
-        blobs: Sequence[bytes],
-    ) -> None:
-        self.uid, self.task, self.epoch, self.index = uid, task, epoch, index
-        self.oldest, self.newest, self.staleness, self.reward_mean = oldest, newest, staleness, reward_mean
-        self._blobs = blobs
-        self._unpacked: list[tuple[PayloadHeader, Rollout]] | None = None
+    uid: int
+    task: str
+    epoch: int
+    index: int
+    oldest: int
+    newest: int
+    staleness: int
+    reward_mean: float
+    _blobs: Sequence[bytes]
+    _unpacked: list[tuple[PayloadHeader, Rollout]] | None = None
 
     def _read(self) -> list[tuple[PayloadHeader, Rollout]]:
         # Done at first use and on the caller's thread: the event loop does not copy tensors nobody looks at.

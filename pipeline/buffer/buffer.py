@@ -26,25 +26,29 @@ class GroupBuffer:
             self._selector = self._strict
         elif selector == "fifo":
             self._selector = FifoSelector()
-        self.peak = 0
+        self._peak = 0  # as of when groups left last: they leave in batches, and come one by one
 
     def add(self, uid: int, version: int) -> None:
         """Take in a finished group; ``version`` is the oldest of its weights."""
-        self._add(uid, version, first=False)
-        self.peak = max(self.peak, len(self._versions))
+        self._versions.add(uid, version)
+        if self._selector is not self._versions:
+            self._selector.add(uid, version)
 
     def put_back(self, groups: Sequence[tuple[int, int]]) -> None:
         """Take (uid, version) pairs back that were taken, ahead of what came in later."""
         for uid, version in reversed(groups):
-            self._add(uid, version, first=True)
+            self._versions.add(uid, version, first=True)
+            if self._selector is not self._versions:
+                self._selector.add(uid, version, first=True)
 
-    def _add(self, uid: int, version: int, *, first: bool) -> None:
-        self._versions.add(uid, version, first=first)
-        if self._selector is not self._versions:
-            self._selector.add(uid, version, first=first)
+    @property
+    def peak(self) -> int:
+        """The most groups that were held at once."""
+        return max(self._peak, len(self._versions))
 
     def remove(self, uid: int) -> None:
         """Take a group out of the selection; its payload stays."""
+        self._peak = self.peak
         self._versions.remove(uid)
         if self._selector is not self._versions:
             self._selector.remove(uid)
@@ -70,6 +74,7 @@ class GroupBuffer:
 
     def take(self, count: int) -> list[int]:
         """Take up to ``count`` groups out of the selection, in its order."""
+        self._peak = self.peak
         taken = self._selector.take(count)
         if self._selector is not self._versions:
             for uid in taken:

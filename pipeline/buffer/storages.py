@@ -23,12 +23,15 @@ class RolloutStorage:
 
     def put(self, uid: int, member: int, blob: bytes | None, location: Location | None) -> None:
         """Keep a member's payload; one that was there is replaced."""
-        group = self._groups.get(uid, ())
-        if member in group[::3]:
-            place = group[::3].index(member) * 3
-            self.memory_bytes -= len(group[place + 1] or b"")
-            group = group[:place] + group[place + 3 :]
-        self._groups[uid] = (*group, member, blob, location)
+        group = self._groups.get(uid)
+        if group is None:
+            self._groups[uid] = (member, blob, location)
+        else:
+            if member in group[::3]:
+                place = group[::3].index(member) * 3
+                self.memory_bytes -= len(group[place + 1] or b"")
+                group = group[:place] + group[place + 3 :]
+            self._groups[uid] = (*group, member, blob, location)
         if blob is not None:
             self.memory_bytes += len(blob)
 
@@ -39,6 +42,8 @@ class RolloutStorage:
             KeyError: nothing is held for ``uid``.
         """
         group = self._groups[uid]
+        if len(group) == 3:
+            return {group[0]: group[1:]}
         return {member: (blob, where) for member, blob, where in zip(group[::3], group[1::3], group[2::3], strict=True)}
 
     def discard(self, uid: int) -> None:

@@ -66,7 +66,8 @@ class Ledger:
         self.leases: dict[int, Lease] = {}
         self._order = 0
         self._clean = True
-        self._apply: dict[type, Callable[..., Entry | None]] = {
+        # What each kind of event does; whoever applies many may look it up here.
+        self.handlers: dict[type, Callable[..., Entry | None]] = {
             Claimed: self._claimed,
             Started: self._started,
             Finished: self._finished,
@@ -82,7 +83,7 @@ class Ledger:
 
     def apply(self, event: AnyEvent) -> Entry | None:
         """Take in an event. Returns the entry if it just became buffered, else None."""
-        handler = self._apply.get(type(event))
+        handler = self.handlers.get(type(event))
         return None if handler is None else handler(event)
 
     def _task(self, name: str) -> list[int]:
@@ -112,7 +113,7 @@ class Ledger:
         if entry is None:
             return
         entry.members[event.member] = IN_FLIGHT
-        entry.attempts = _with(entry.attempts, event.member, event.attempt)
+        entry.attempts = (event.attempt,) if entry.size == 1 else _with(entry.attempts, event.member, event.attempt)
         entry.in_flight += 1
         if entry.state != RUNNING:
             self._move(entry, RUNNING)

@@ -102,15 +102,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         period = self._limit / 2
+        looked, computed = time.monotonic(), self._computed()
         try:
-            while True:
-                due, computed = time.monotonic() + period, self._computed()
-                if self._stop.wait(period):
-                    break
-                now = time.monotonic()
-                late = now - due
-                stopped = late > self._limit and self._computed() - computed > self._limit
+            # This thread may have been stopped anywhere, between two looks as well: then it looks again without a wait.
+            while not self._stop.wait(max(0.0, looked + period - time.monotonic())):
+                now, computed_now, due = time.monotonic(), self._computed(), looked + period
+                stopped = now - due > self._limit and computed_now - computed > self._limit
                 self._look(now, due if stopped else now)
+                looked, computed = now, computed_now
         except RuntimeError:  # the loop has ended
             pass
         self._tell(self._answered or time.monotonic())
@@ -118,8 +117,10 @@ class Watchdog:
     def _look(self, now: float, since: float) -> None:
         """See whether the loop has answered; ``since`` is before ``now`` if this thread was stopped until now."""
         if self._answered is None:
-            if now - self._asked >= self._limit and self._found is None and self._loop.running():
-                self._find()
+            if now - self._asked >= self._limit and self._found is None:
+                self._find()  # first: asking the loop anything may let its thread go on
+                if not self._loop.running():
+                    self._found = None
             return
         self._tell(self._answered)
         self._asked, self._answered = now, None

@@ -83,9 +83,12 @@ class Pool:
         self._limits: dict[float, TimeLimit[_Worker]] = {}
         self._last: _Worker | None = None  # whoever began the last attempt
         self._group: anyio.abc.TaskGroup | None = None
+        self._new_event: Callable[[], anyio.Event] = anyio.Event
         self._closing = False
 
     async def __aenter__(self) -> Pool:
+        # anyio.Event() looks the backend up at each call; what it makes is of that backend's own class.
+        self._new_event = type(anyio.Event())
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
         return self
@@ -218,7 +221,7 @@ class Pool:
         while worker.cut is None:
             job = worker.job or self._next_job(worker)
             if job is None:
-                worker.wake = anyio.Event()
+                worker.wake = self._new_event()
                 self._idle.append(worker)
                 await worker.wake.wait()
                 worker.wake = None
@@ -241,7 +244,11 @@ class Pool:
                 if not isinstance(error, Exception) and not _is_runners(error, scope):
                     raise
             else:
-                self._ended(worker, job)
+                if job.has_slot and not self._slot_waiters and not self._drained:  # nobody waits for its end
+                    worker.job = None
+                    self.in_flight -= 1
+                else:
+                    self._ended(worker, job)
                 work.finished(job, rollout)
             # Others have begun attempts meanwhile, or else this runner may be one that never waits.
             served = served + 1 if self._last is worker else 0

@@ -67,6 +67,7 @@ class Sampler:
         self._plans = {plan.name: plan for plan in plans}
         self._blocks: dict[str, tuple[tuple[int, int, int], list[int]]] = {}
         self._open = list(self._plans)
+        self._at_end = True  # whether a cursor has come to the end of its epoch since `_open` was looked through
         self._apply: dict[type, Callable[..., None]] = {
             Claimed: self._claimed,
             EpochBegan: self._epoch_began,
@@ -87,7 +88,9 @@ class Sampler:
     def draw(self) -> Draw | None:
         """Return the next item in order, or None when every source has been drawn to its end."""
         # Those at their end leave first: who is next hangs on who takes part, in life as after a recovery.
-        self._open = [name for name in self._open if not self._ended(name)]
+        if self._at_end:
+            self._open = [name for name in self._open if not self._ended(name)]
+            self._at_end = any(self.cursors[name].at_end for name in self._open)
         name = self._open[0] if len(self._open) == 1 else self.mixture.next(self._open)
         return None if name is None else self._draw_of(name)
 
@@ -130,14 +133,17 @@ class Sampler:
         cursor = self.cursors.get(event.task)
         if cursor is None:
             cursor = self.cursors[event.task] = Cursor()
-        if event.epoch == cursor.epoch:
-            cursor.position = max(cursor.position, event.position + 1)
+        if event.epoch == cursor.epoch and event.position >= cursor.position:
+            cursor.position = event.position + 1
+            if cursor.position == cursor.length:
+                self._at_end = True
         self.mixture.count(event.task)
 
     def _epoch_began(self, event: EpochBegan) -> None:
         before = self.cursors.get(event.task)
         base = event.epoch if event.restarted else before.base if before is not None else 0
         self.cursors[event.task] = Cursor(event.epoch, 0, event.length, event.mark, base)
+        self._at_end = True
         if event.task in self._plans and event.task not in self._open:
             self._open = [name for name in self._plans if name in self._open or name == event.task]
         if event.restarted:

@@ -67,7 +67,7 @@ _BITS = {
 }
 
 
-class PayloadHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+class PayloadHeader(msgspec.Struct, omit_defaults=True):
     """What a payload says of itself, so that a segment can be read with no journal beside it."""
 
     uid: int
@@ -196,7 +196,7 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
             newest,
             rollout.tokens,
             traces,
-            dict(rollout.info),
+            rollout.info if type(rollout.info) is dict else dict(rollout.info),
         ),
         item,
     )
@@ -206,7 +206,7 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
 def _encode(header: PayloadHeader, item: Item) -> bytes:
     try:
         if header.info:
-            header = msgspec.structs.replace(header, info=to_plain(header.info))
+            header.info = to_plain(header.info)
         return _encode_header(header)
     except PlainValueError as error:
         raise RolloutInvalid(f"{item}: field info: {error}") from None
@@ -222,6 +222,8 @@ def _join(key: tuple[Any, ...], arrays: list[Any], item: bytes) -> bytes:
             _layouts.clear()
         _layouts[key] = layout
     head = layout.heads.get(len(item)) or _head(layout, len(item))
+    if not arrays:
+        return head + item
     if len(arrays) == 1:
         return b"".join((head, arrays[0], item))
     return b"".join((head, *[arrays[place] for place in layout.order], item))

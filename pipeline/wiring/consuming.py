@@ -233,13 +233,13 @@ class Consumer:
         if not blobs:
             raise Damaged(f"uid {entry.uid} is buffered, but no payload of it is known")
         return Group(
-            uid=entry.uid,
-            task=entry.task,
-            epoch=entry.epoch,
-            index=entry.index,
-            oldest=entry.effective,
-            newest=entry.newest,
-            staleness=staleness(step, entry.effective),
-            reward_mean=entry.rewards / len(blobs),
-            blobs=blobs,
+            entry.uid,
+            entry.task,
+            entry.epoch,
+            entry.index,
+            entry.effective,
+            entry.newest,
+            staleness(step, entry.effective),
+            entry.rewards / len(blobs),
+            blobs,
         )

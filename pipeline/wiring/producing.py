@@ -37,6 +37,8 @@ class Producer:
         self._item: Item | None = None  # the last that was read, for the other members of its group
         self._facts: RunFacts | None = None
         self._least_group = min(task.group_size for task in state.tasks.values())
+        self._limited_by: tuple[int, int, int, int] | None = None  # what the limit beside it was computed from
+        self._known_limit = 0
         state.on_expired = self.requeue
 
     def requeue(self, entry: Entry) -> None:
@@ -226,7 +228,8 @@ class Producer:
         return entry if entry is not None and entry.life == life and entry.members[member] == PENDING else None
 
     def _may_claim(self) -> bool:
-        return self._state.outstanding < self._limit()
+        state = self._state
+        return len(state.ledger.entries) - state.absent < self._limit()
 
     def _may_rerun(self, entry: Entry) -> bool:
         """Whether a claimed group may start again: what comes to be trained before it leaves room for it.
@@ -252,15 +255,22 @@ class Producer:
     def _limit(self) -> int:
         """Return how many groups may be outstanding now."""
         state = self._state
-        options, ledger = state.options, state.ledger
-        if options.strategy == "synchronous":
-            return ledger.count(LEASED) + state.wanted
+        if state.options.strategy == "synchronous":
+            return state.ledger.count(LEASED) + state.wanted
+        # It is asked for at every rollout, and changes with the batches.
+        given = (state.asked, state.progress.batch_groups, state.ledger.step, state.version)
+        if given != self._limited_by:
+            self._known_limit, self._limited_by = self._limit_of(*given), given
+        return self._known_limit
+
+    def _limit_of(self, asked: int, batch_groups: int, trained: int, version: int) -> int:
+        options = self._state.options
         limit = admissible(
             max_staleness=options.max_staleness,
             # What the run was resumed from counts last: this trainer may ask for other batches.
-            batch_groups=state.asked or options.batch_groups or state.progress.batch_groups,
-            trained=ledger.step,
-            version=state.version,
+            batch_groups=asked or options.batch_groups or batch_groups,
+            trained=trained,
+            version=version,
             capacity=options.capacity,
         )
         if limit is None:  # nobody has asked for a batch yet: no more than can run at once

@@ -74,8 +74,9 @@ class RunState:
 
     def apply(self, event: AnyEvent) -> Entry | None:
         """Apply an event to every component: the path that life and recovery share."""
-        became = self.ledger.apply(event)
         kind = type(event)
+        handler = self.ledger.handlers.get(kind)
+        became = None if handler is None else handler(event)
         if kind is Started:  # half of all events, and the ledger's business alone
             return None
         if kind is Finished:

@@ -29,7 +29,7 @@ def group(uid: int, *rollouts: Rollout, staleness: int = 0) -> Group:
         newest=uid + 1,
         staleness=staleness,
         reward_mean=0.0,
-        blobs=blobs,
+        _blobs=blobs,
     )
 
 
@@ -164,7 +164,7 @@ def test_releasing_tells_the_pipeline_once() -> None:
 
 def test_a_payload_that_is_damaged_in_memory_says_whose_it_is() -> None:
     broken = Group(
-        uid=5, task="a", epoch=0, index=0, oldest=0, newest=0, staleness=0, reward_mean=0.0, blobs=[b"\0" * 20]
+        uid=5, task="a", epoch=0, index=0, oldest=0, newest=0, staleness=0, reward_mean=0.0, _blobs=[b"\0" * 20]
     )
     with pytest.raises(Damaged, match="payload of uid 5"):
         _ = broken.rollouts

@@ -118,6 +118,35 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named(run: Callable[[Main], 
 
 
 @loops
+def test_a_call_that_begins_in_the_moment_of_a_look_is_named(run: Callable[[Main], None]) -> None:
+    reports: list[Held] = []
+    hog = long_call()
+    left = 2
+
+    def crunch() -> None:
+        hog()
+
+    async def main() -> None:
+        await anyio.sleep(0.001)
+        async with Watchdog(0.1, reports.append) as watchdog:
+            ask = watchdog._loop.call
+
+            def crunch_before_the_answer(answer: Callable[[], None]) -> None:
+                nonlocal left
+                if left:
+                    left -= 1
+                    ask(crunch)
+                ask(answer)
+
+            watchdog._loop = watchdog._loop._replace(call=crunch_before_the_answer)
+            await anyio.sleep(0.3)
+            await anyio.sleep(0.9)
+
+    run(main)
+    assert ["crunch" in held.where or "lambda" in held.where for held in reports] == [True, True], reports
+
+
+@loops
 def test_a_quiet_loop_and_a_long_sleep_report_nothing(run: Callable[[Main], None]) -> None:
     reports: list[Held] = []
 
