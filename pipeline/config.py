@@ -147,6 +147,9 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """Bytes that may wait to be written before producers wait."""
     segment_bytes: int = 64 << 20
     """A payload segment is sealed when it is longer than this."""
+    after_crash: Literal["reuse", "discard"] = "reuse"
+    """What a resume does with rollouts that finished after its generation: use them, or set them aside, so that the
+    buffer is exactly what it was at the save."""
     max_rerolls: int = 3
     """How often a group that became too old is run again; then it is dropped as expired."""
     max_deaths: int = 3

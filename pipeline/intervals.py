@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 
@@ -40,6 +40,15 @@ class IntervalSet:
         else:
             self._firsts.insert(place, value)
             self._lasts.insert(place, value)
+
+    def add_range(self, first: int, last: int) -> None:
+        """Add every integer from ``first`` to ``last``, both included."""
+        low, high = bisect_left(self._lasts, first - 1), bisect_right(self._firsts, last + 1)
+        gone = sum(self._lasts[i] - self._firsts[i] + 1 for i in range(low, high))
+        if low < high:
+            first, last = min(first, self._firsts[low]), max(last, self._lasts[high - 1])
+        self._firsts[low:high], self._lasts[low:high] = [first], [last]
+        self._count += last - first + 1 - gone
 
     def __contains__(self, value: int) -> bool:
         place = bisect_right(self._firsts, value)

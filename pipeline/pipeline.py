@@ -264,12 +264,17 @@ class Pipeline:
         """Version of the weights that rollouts are made with."""
         return self._run.state.version
 
-    async def save(self, step: int) -> Saving:
+    async def save(self, step: int, *, replay_buffer: bool = True) -> Saving:
         """Commit a generation: the weights include every batch up to ``step``, which is acked in the same commit.
 
         Rollouts go on. Returns once the trainer's tensors have been read, so that they may change; the rest is written
         beside the trainer, and an error there is raised by the next verb (or by ``committed()`` of what is returned).
         Without a directory, it only acks.
+
+        Args:
+            step: the trainer's step.
+            replay_buffer: False saves a list of what has not been trained instead of the rollouts: after a resume all
+                of it is drawn again, oldest first. Such a generation needs neither journals nor segments.
 
         Raises:
             UsageError: ``step`` was never handed out, or something attached cannot be stored.
@@ -278,7 +283,7 @@ class Pipeline:
         if not await self._run.acquire_saver():
             return self._run.memory_save(step)
         try:
-            capture = self._run.begin_save(step, "save", self._run.capture_states())
+            capture = self._run.begin_save(step, "save", self._run.capture_states(), replay_buffer=replay_buffer)
             await self._run.in_thread(partial(self._run.write_trainer, capture))
         except BaseException:
             self._run.release_saver()

@@ -143,7 +143,7 @@ class Opened(Event, frozen=True, array_like=True, tag="open"):
     process: int = 0
     wall: float = 0.0
     discarded: list[tuple[int, int, int]] = []
-    """(incarnation, rank, sequence): events beyond it do not count. Reserved for ``after_crash="discard"``."""
+    """(incarnation, rank, sequence): events of that journal beyond it do not count in this line."""
 
 
 class EpochBegan(Event, frozen=True, array_like=True, tag="epoch"):
@@ -259,6 +259,53 @@ class Mixed(Event, frozen=True, array_like=True, tag="mix"):
     shares: dict[str, float]
 
 
+class HeldItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An item that has been claimed and has not ended, as :class:`Inherited` lists it; fields as in the ledger."""
+
+    uid: int
+    task: str
+    epoch: int
+    index: int
+    position: int
+    size: int
+    need: int
+    kind: str
+    content: bytes | None
+    members: bytes
+    failures: tuple[int, ...]
+    attempts: tuple[int, ...]
+    life: int = 0
+    interruptions: int = 0
+    deaths: int = 0
+    rerolls: int = 0
+    order: int = 0
+    oldest: int | None = None
+    newest: int = 0
+    effective: int = 0
+    rewards: float = 0.0
+    tokens: int = 0
+    places: tuple[tuple[int, int, int, int, int, int], ...] = ()
+    """(member, incarnation, rank, segment, offset, length) of each payload that is kept."""
+
+
+class Inherited(Event, frozen=True, array_like=True, tag="inherit"):
+    """The producer half as somebody else gave it: a generation saved without its buffer, or another run.
+
+    It follows :class:`Opened` in the journal of the incarnation that took it over. The items listed are as they are
+    listed, whatever the events before it said of them; counts and cursors are replaced. Items that are not listed had
+    ended by then, and keep what an older generation knows of them.
+    """
+
+    items: list[HeldItem]
+    cursors: dict[str, tuple[int, int, int, SourceMark, int]]
+    """By task: epoch, position, length, mark of the source, and the epoch in which it was begun anew last."""
+    shares: dict[str, float]
+    drawn: dict[str, int]
+    totals: dict[str, dict[str, Any]]
+    dropped: list[tuple[int, int]]
+    next_uid: int = 0
+
+
 class Closed(Event, frozen=True, array_like=True, tag="close"):
     """The incarnation ended on purpose: attempts cut by it were no deaths of the process."""
 
@@ -278,6 +325,7 @@ AnyEvent: TypeAlias = (
     | BatchHint
     | Mixed
     | Closed
+    | Inherited
 )
 
 DROP_REASONS = ("failed", "quarantined", "filtered", "expired", "evicted", "discarded")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import anyio
@@ -184,12 +185,13 @@ class SyncPipeline:
         """Version of the weights that rollouts are made with."""
         return self._pipe.version
 
-    def save(self, step: int) -> SyncSaving:
+    def save(self, step: int, *, replay_buffer: bool = True) -> SyncSaving:
         """See :meth:`pipeline.Pipeline.save`. The trainer's tensors are read on this thread."""
         if not self._call(self._run.acquire_saver):
             return SyncSaving(self._do(self._run.memory_save, step), self._call)
         try:
-            capture = self._do(self._run.begin_save, step, "save", self._run.capture_states())
+            states = self._run.capture_states()
+            capture = self._do(partial(self._run.begin_save, step, "save", states, replay_buffer=replay_buffer))
             self._run.write_trainer(capture)
         except BaseException:
             self._do(self._run.release_saver)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from pipeline.records import Claimed
+from pipeline.records import Claimed, HeldItem, Location
 
 WAITING, RUNNING, PARKED, BUFFERED, LEASED = range(5)
 STATES = ("waiting", "running", "parked", "buffered", "leased")
@@ -69,6 +71,72 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             zeros,
             zeros,
             size,
+        )
+
+    @classmethod
+    def held(cls, item: HeldItem) -> Entry:
+        """Return the entry of an item that somebody else's state lists; nothing of it is in flight."""
+        unsettled = item.members.count(PENDING)
+        return cls(
+            item.uid,
+            item.task,
+            item.epoch,
+            item.index,
+            item.position,
+            item.size,
+            item.need,
+            item.kind,
+            item.content,
+            bytearray(item.members),
+            tuple(item.failures),
+            tuple(item.attempts),
+            unsettled,
+            state=WAITING if unsettled else BUFFERED,
+            life=item.life,
+            interruptions=item.interruptions,
+            deaths=item.deaths,
+            rerolls=item.rerolls,
+            order=item.order,
+            oldest=item.oldest,
+            newest=item.newest,
+            effective=item.effective,
+            rewards=item.rewards,
+            tokens=item.tokens,
+        )
+
+    def hold(self, places: Iterable[tuple[int, Location]] = (), *, anew: bool = False) -> HeldItem:
+        """Return what another state needs to know of this item.
+
+        Args:
+            places: where the payload of each member that finished lies.
+            anew: as if nothing had finished. What failed for good stays so.
+        """
+        gone = (IN_FLIGHT, FINISHED) if anew else (IN_FLIGHT,)
+        kept = bytes(PENDING if status in gone else status for status in self.members)
+        return HeldItem(
+            self.uid,
+            self.task,
+            self.epoch,
+            self.index,
+            self.position,
+            self.size,
+            self.need,
+            self.kind,
+            self.content,
+            kept,
+            self.failures,
+            self.attempts,
+            self.life + anew,
+            self.interruptions,
+            self.deaths,
+            self.rerolls,
+            0 if anew else self.order,
+            None if anew else self.oldest,
+            0 if anew else self.newest,
+            0 if anew else self.effective,
+            0.0 if anew else self.rewards,
+            0 if anew else self.tokens,
+            tuple((m, at.incarnation, at.rank, at.segment, at.offset, at.length) for m, at in places),
         )
 
 

@@ -42,6 +42,7 @@ from pipeline.records import (
     Dropped,
     Failed,
     Finished,
+    Inherited,
     Interrupted,
     Opened,
     Reopened,
@@ -77,6 +78,7 @@ class Ledger:
             Reopened: self._reopened,
             Opened: self._opened,
             Closed: self._closed,
+            Inherited: self._inherited,
         }
 
     # -- the producer half ---------------------------------------------------------------------------------
@@ -230,6 +232,22 @@ class Ledger:
 
     def _closed(self, event: Closed) -> None:
         self._clean = True
+
+    def _inherited(self, event: Inherited) -> None:
+        """The items listed are as they are listed; counts are what they were there."""
+        self.next_uid = max(self.next_uid, event.next_uid)
+        for first, last in event.dropped:
+            self.dropped.add_range(first, last)
+        for item in event.items:
+            self.entries[item.uid] = Entry.held(item)
+            self._order = max(self._order, item.order)
+        for name, totals in event.totals.items():
+            self._task(name)
+            self.totals[name] = msgspec.convert(totals, TaskTotals)
+        for name in self.counts:
+            self.counts[name] = [0] * len(STATES)
+        for entry in self.entries.values():
+            self._task(entry.task)[entry.state] += 1
 
     # -- the consumer half ---------------------------------------------------------------------------------
 

@@ -16,6 +16,15 @@ import msgspec
 from pipeline.errors import Damaged, NewerFormat
 
 PROGRESS_VERSION = 1
+_WINDOW = (
+    "produced_samples",
+    "produced_tokens",
+    "failed_samples",
+    "filtered_samples",
+    "raw_rewards_sum",
+    "raw_rewards_count",
+    "produce_time_s",
+)
 
 
 class Progress(msgspec.Struct, kw_only=True):
@@ -43,6 +52,7 @@ class Progress(msgspec.Struct, kw_only=True):
     model_step: int = 0
     """Version of the weights that rollouts are made with."""
     replay_buffer_saved: bool = True
+    """Whether the buffer was saved beside this. True where it is left out: older files came with a buffer."""
     batch_groups: int = 0
     """How many groups the last batch was asked to have; 0 before the first."""
     window_marks: dict[str, list[float]] = {}
@@ -107,6 +117,25 @@ def restore_in_place(progress: Progress, given: Progress) -> None:
     """Give ``progress`` the fields of ``given``, so that nobody is left holding a stale object."""
     for name in Progress.__struct_fields__:
         setattr(progress, name, getattr(given, name))
+
+
+def rolled_back(progress: Progress, window_marks: dict[str, list[float]]) -> Progress:
+    """Return what is saved without the buffer: as if nothing beyond what was consumed had ever been asked for.
+
+    Args:
+        progress: the live one; it is not changed.
+        window_marks: lifetime totals as of now, from which the window will be counted.
+    """
+    empty: dict[str, Any] = {name: {} for name in _WINDOW}
+    return msgspec.structs.replace(
+        progress,
+        producer_future_step=progress.next_consumer_step,
+        target_samples=dict(progress.consumed_samples),
+        target_upto_future_step=max(0, progress.next_consumer_step - 1),
+        replay_buffer_saved=False,
+        window_marks=window_marks,
+        **empty,
+    )
 
 
 def add_counts(counts: dict[str, int], tasks: Iterable[str]) -> dict[str, int]:

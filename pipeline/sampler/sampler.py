@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.errors import SourceError, SourceMismatch
 from pipeline.interfaces import Source
-from pipeline.records import AnyEvent, Claimed, EpochBegan, Mixed, SourceMark
+from pipeline.records import AnyEvent, Claimed, EpochBegan, Inherited, Mixed, SourceMark
 from pipeline.sampler.mixture import Mixture
 from pipeline.sampler.order import in_order, shuffled
 
@@ -72,6 +72,7 @@ class Sampler:
             Claimed: self._claimed,
             EpochBegan: self._epoch_began,
             Mixed: self._mixed,
+            Inherited: self._inherited,
         }
 
     def apply(self, event: AnyEvent) -> None:
@@ -151,6 +152,12 @@ class Sampler:
 
     def _mixed(self, event: Mixed) -> None:
         self.mixture.set_shares(event.shares)
+
+    def _inherited(self, event: Inherited) -> None:
+        for name, cursor in event.cursors.items():
+            self.cursors[name] = Cursor(*cursor)
+        self.mixture.shares, self.mixture.drawn = dict(event.shares), dict(event.drawn)
+        self._open, self._at_end = list(self._plans), True
 
 
 def check_marks(sampler: Sampler, plans: Mapping[str, DrawPlan]) -> list[tuple[str, SourceMark, SourceMark]]:

@@ -6,7 +6,7 @@ Writing them is :mod:`pipeline.store.writer`'s work.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -93,6 +93,7 @@ def read_journals(
     *,
     run_tag: int,
     promised: Mapping[tuple[int, int], int] | None = None,
+    skip: Collection[tuple[int, int]] = (),
     ended: EndHook | None = None,
 ) -> Iterator[Logged]:
     """Yield the events of every journal of a run, by (incarnation, rank, sequence).
@@ -101,13 +102,16 @@ def read_journals(
         layout: the run's paths.
         run_tag: the run's tag.
         promised: by (incarnation, rank), how many bytes a generation counts on.
+        skip: journals, by (incarnation, rank), that are not read and need not be there.
         ended: told of each journal where it ends.
 
     Raises:
         Damaged: also when a journal that a generation counts on is missing.
     """
-    wanted = dict(promised or {})
+    wanted = {key: size for key, size in (promised or {}).items() if key not in skip}
     for name in layout.list_journals():
+        if (name.incarnation, name.rank) in skip:
+            continue
         counted = wanted.pop((name.incarnation, name.rank), 0)
         yield from read_journal(name, run_tag=run_tag, promised=counted, ended=ended)
     missing = [layout.journal(*key) for key, size in wanted.items() if size]

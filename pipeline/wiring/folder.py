@@ -64,9 +64,13 @@ class RunFolder:
         run = self.layout.read_run() or self.layout.create_run(self.files)
         self.run_id, self.tag = run.run_id, run.tag
         journals = self.layout.list_journals()
-        self.incarnation = max((name.incarnation for name in journals), default=0) + 1
-        self._lock.describe(self.incarnation)
         found = find_generations(self.layout, run.run_id)
+        lived = [name.incarnation for name in journals]
+        # Journals may be gone, where a generation does not need them; a number is never used twice all the same.
+        lived += [int(name.split("-")[0]) for name in self.layout.list_segments()]
+        lived += [stored.manifest.incarnation for stored in found.complete]
+        self.incarnation = max(lived, default=0) + 1
+        self._lock.describe(self.incarnation)
         self.next_generation = next_number(self.layout)
         self.used = bool(found.complete or found.damaged)
         if not self.used and any(os.path.getsize(name.path) for name in journals):

@@ -6,7 +6,8 @@ Everything here reads. It blocks, so it runs in a thread, and it is pure: twice 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,14 +15,15 @@ import msgspec
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.trainer_state import read_state
-from pipeline.errors import Damaged, UsageError
+from pipeline.errors import Damaged, ForebayError, UsageError
 from pipeline.ledger import BUFFERED, LEASED, ConsumerHalf, Lease, Ledger
-from pipeline.records import BatchHint, Location, Opened
+from pipeline.records import BatchHint, Claimed, Inherited, Location, Opened
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
-from pipeline.store.journal import JournalPosition, Logged, read_journals
+from pipeline.store.journal import JournalPosition, Logged, read_journal, read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
+from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, read_inherited
 from pipeline.wiring.state import PayloadPlaces
 
 CONSUMER_FILE = "consumer.json"
@@ -42,6 +44,10 @@ class Recovered(NamedTuple):
     events: int
     positions: list[JournalPosition]
     """Where the journals ended that were folded: what the next generation counts on."""
+    set_aside: int = 0
+    """Events that came after the generation and do not count."""
+    inherited: Inherited | None = None
+    """What the new incarnation's journal holds next, where no journal was folded."""
 
 
 def recover_run(
@@ -53,12 +59,13 @@ def recover_run(
     seed: int,
     opened: Opened,
     attached: Sequence[str],
+    unneeded: Collection[tuple[int, int]] = (),
     torn: Callable[[str, int, int], None] | None = None,
 ) -> Recovered:
     """Check a generation, fold the journals, and read the trainer's state, changing nothing. Blocks.
 
-    ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``torn`` is told of each
-    journal that ends in a torn record, as a crash leaves it.
+    ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``unneeded``
+    journals are not read. ``torn`` is told of each journal that ends in a torn record, as a crash leaves it.
 
     Raises:
         Damaged: something that was promised to be there is missing or changed.
@@ -70,30 +77,88 @@ def recover_run(
     path = os.path.join(stored.folder, PROGRESS_FILE)
     with open(path, "rb") as file:
         progress, unknown = decode_progress(file.read(), path)
-    folded = Fold(half, plans, seed=seed, line=stored.manifest)
-    positions = _fold_journals(layout, stored, folded, run_tag, torn)
+    if REPLAY_BUFFER in stored.manifest.left_out:
+        return _recover_without_buffer(layout, stored, plans, half, (progress, unknown), run_tag, seed, opened)
+    folded = Fold(half, plans, seed=seed, line=stored.manifest, discarded=opened.discarded)
+    positions = _fold_journals(layout, stored, folded, run_tag, unneeded, torn)
     ledger = folded.ledger
     ledger.apply(opened)
     pending = pending_batches(ledger, ledger.restore(half), folded.hints, half.step)
     kept = {uid: members for uid, members in folded.places.places.items() if uid in ledger.entries}
     _check_payloads(layout, run_tag, ledger, kept)
     states = _read_states(stored)
-    return Recovered(ledger, folded.sampler, progress, unknown, pending, kept, states, folded.events, positions)
+    return Recovered(
+        ledger, folded.sampler, progress, unknown, pending, kept, states, folded.events, positions, folded.set_aside
+    )
+
+
+def _recover_without_buffer(
+    layout: Layout,
+    stored: Stored,
+    plans: Sequence[DrawPlan],
+    half: ConsumerHalf,
+    saved: tuple[Progress, dict[str, Any]],
+    run_tag: int,
+    seed: int,
+    opened: Opened,
+) -> Recovered:
+    """Resume what the generation lists itself: no journal is folded, and none needs to be there."""
+    _check_seed(seed, stored.manifest.options.get("seed", seed))
+    listed = read_inherited(os.path.join(stored.folder, PRODUCER_FILE))
+    set_aside, next_uid = _look_beyond(layout, run_tag, opened)
+    # The journals, where they are, have used more uids; none is ever used twice.
+    inherited = msgspec.structs.replace(listed, next_uid=max(listed.next_uid, next_uid))
+    ledger, sampler = Ledger(half), Sampler(plans, seed)
+    ledger.apply(opened)
+    ledger.apply(inherited)
+    sampler.apply(inherited)
+    ledger.restore(half)
+    positions = [
+        JournalPosition(incarnation=incarnation, rank=rank, sequence=last)
+        for incarnation, rank, last in opened.discarded
+    ]
+    return Recovered(
+        ledger, sampler, *saved, [], {}, _read_states(stored), 0, positions, set_aside, inherited=inherited
+    )
+
+
+def _look_beyond(layout: Layout, run_tag: int, opened: Opened) -> tuple[int, int]:
+    """Count the events that are set aside, and return a uid above all that the journals name.
+
+    Nothing hangs on the journals here, so one that is damaged is read as far as it goes.
+    """
+    caps = {(incarnation, rank): last for incarnation, rank, last in opened.discarded}
+    count = next_uid = 0
+    for name in layout.list_journals():
+        try:
+            for logged in read_journal(name, run_tag=run_tag):
+                count += logged.sequence > caps.get((name.incarnation, name.rank), 0)
+                if type(logged.event) is Claimed:
+                    next_uid = max(next_uid, logged.event.uid + 1)
+        except ForebayError:
+            continue
+    return count, next_uid
 
 
 def _fold_journals(
-    layout: Layout, stored: Stored, folded: Fold, run_tag: int, torn: Callable[[str, int, int], None] | None
+    layout: Layout,
+    stored: Stored,
+    folded: Fold,
+    run_tag: int,
+    unneeded: Collection[tuple[int, int]],
+    torn: Callable[[str, int, int], None] | None,
 ) -> list[JournalPosition]:
-    """Fold every journal, and return where each ended."""
+    """Fold every journal, and return where each ended, or where it ends for this line."""
     promised = {(each.incarnation, each.rank): each.bytes for each in stored.manifest.journals}
-    positions: list[JournalPosition] = []
+    positions = [each for each in stored.manifest.journals if (each.incarnation, each.rank) in unneeded]
 
     def ended(position: JournalPosition, path: str, left: int) -> None:
-        positions.append(position)
+        last = min(position.sequence, folded.last(position.incarnation, position.rank))
+        positions.append(msgspec.structs.replace(position, sequence=last))
         if left and torn is not None:
             torn(path, position.bytes, left)
 
-    for logged in read_journals(layout, run_tag=run_tag, promised=promised, ended=ended):
+    for logged in read_journals(layout, run_tag=run_tag, promised=promised, skip=unneeded, ended=ended):
         folded.apply(logged)
     return positions
 
@@ -112,20 +177,28 @@ class Fold:
     """Applies events, in the order of the journals, to everything that is recovered from them."""
 
     def __init__(
-        self, half: ConsumerHalf, plans: Sequence[DrawPlan], *, seed: int, line: Manifest | None = None
+        self,
+        half: ConsumerHalf,
+        plans: Sequence[DrawPlan],
+        *,
+        seed: int,
+        line: Manifest | None = None,
+        discarded: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         """Args:
         half: the consumer half of the generation that is recovered.
         plans: the tasks that the run has now.
         seed: the run's seed as it is given now.
         line: the generation's manifest, for the batches that its own line handed out after it.
+        discarded: journals of which not every event counts: incarnation, rank, and the last that does.
         """
         self.ledger, self.sampler = Ledger(half), Sampler(plans, seed)
         self.places = PayloadPlaces(places={})
         self.hints: list[BatchHint] = []
         """The batches that the generation's own line handed out after it. The line is what the incarnation that
         committed the generation did next; others are abandoned, and their hints ignored."""
-        self.events = 0
+        self.events = self.set_aside = 0
+        self._caps = {(incarnation, rank): last for incarnation, rank, last in discarded}
         self._seed = seed
         self._incarnation = -1 if line is None else line.incarnation
         self._after = {} if line is None else {(each.incarnation, each.rank): each.sequence for each in line.journals}
@@ -137,11 +210,11 @@ class Fold:
             UsageError: the run was begun with another seed.
         """
         incarnation, rank, sequence, event = logged
-        if type(event) is Opened and event.seed != self._seed:
-            raise UsageError(
-                f"seed={self._seed}: the run was begun with seed={event.seed}, and the order of its items hangs on it. "
-                f"Use seed={event.seed}, or another directory"
-            )
+        if type(event) is Opened:
+            _check_seed(self._seed, event.seed)
+        if self._caps and sequence > self.last(incarnation, rank):
+            self.set_aside += 1
+            return
         self.events += 1
         self.ledger.apply(event)
         self.sampler.apply(event)
@@ -149,8 +222,20 @@ class Fold:
         if type(event) is BatchHint and incarnation == self._incarnation and sequence > self._from(incarnation, rank):
             self.hints.append(event)
 
+    def last(self, incarnation: int, rank: int) -> int:
+        """Return the number of the last event of a journal that counts."""
+        return self._caps.get((incarnation, rank), sys.maxsize)
+
     def _from(self, incarnation: int, rank: int) -> int:
         return self._after.get((incarnation, rank), 0)
+
+
+def _check_seed(given: int, before: int) -> None:
+    if given != before:
+        raise UsageError(
+            f"seed={given}: the run was begun with seed={before}, and the order of its items hangs on it. "
+            f"Use seed={before}, or another directory"
+        )
 
 
 def pending_batches(ledger: Ledger, leases: Iterable[Lease], hints: Iterable[BatchHint], step: int) -> list[Lease]:

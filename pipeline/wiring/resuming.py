@@ -16,6 +16,7 @@ from pipeline.records import Dropped, EpochBegan, Opened
 from pipeline.sampler.progress import restore_in_place
 from pipeline.sampler.sampler import check_marks
 from pipeline.wiring.folder import RunFolder
+from pipeline.wiring.lines import find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
 
@@ -36,6 +37,8 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """Items that were in flight, and are run again first."""
     repeated: int = 0
     """Batches that were handed out after the generation, and are handed out again."""
+    set_aside: int = 0
+    """Events of after the generation that do not count, by ``after_crash="discard"`` or for want of the buffer."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -59,7 +62,10 @@ def find_to_resume(state: RunState, folder: RunFolder, step: int | None, attache
     if not found.complete and not found.damaged:
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory)
-    opened = opening(state, stored.manifest.generation, stored.manifest.step)
+    line = find_line(layout, folder.tag, stored.manifest, discard=state.options.after_crash == "discard")
+    opened = msgspec.structs.replace(
+        opening(state, stored.manifest.generation, stored.manifest.step), discarded=line.discarded
+    )
     recovered = recover_run(
         layout,
         stored,
@@ -67,6 +73,7 @@ def find_to_resume(state: RunState, folder: RunFolder, step: int | None, attache
         run_tag=folder.tag,
         seed=state.options.seed,
         opened=opened,
+        unneeded=line.unneeded,
         attached=attached,
         torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
     )
@@ -136,4 +143,5 @@ def describe(state: RunState, found: Found) -> Resumed:
         buffered=state.ledger.count(BUFFERED),
         waiting=state.ledger.count(WAITING),
         repeated=len(state.pending),
+        set_aside=found.recovered.set_aside,
     )

@@ -218,6 +218,9 @@ class Run:
         adopt(state, found)
         self.weights.require_update(state.version)
         await self._open_writer(found.opened, apply=False)
+        if found.recovered.inherited is not None:  # folded already, as the event before it
+            assert state.writer is not None
+            state.writer.writer.append(found.recovered.inherited)
         settle(state, restart)
         self.producer.requeue_all()
         saver.parent = found.stored.manifest.generation
@@ -313,11 +316,13 @@ class Run:
         if self._saver is not None:
             self._saver.release()
 
-    def begin_save(self, step: int, reason: str, states: Sequence[CapturedState]) -> Capture:
+    def begin_save(
+        self, step: int, reason: str, states: Sequence[CapturedState], *, replay_buffer: bool = True
+    ) -> Capture:
         """Ack ``step`` and capture everything, in one window."""
         assert self._saver is not None
         self.consumer.ack(step)
-        return self._saver.begin(reason, states, list(self.attached))
+        return self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer)
 
     def begin_first(self, states: Sequence[CapturedState]) -> Capture:
         """Capture generation 0."""

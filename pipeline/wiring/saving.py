@@ -19,13 +19,14 @@ from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.errors import ForebayError, WriteFailed
 from pipeline.observe import events
-from pipeline.sampler.progress import encode_progress
+from pipeline.sampler.progress import encode_progress, rolled_back
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import Layout
 from pipeline.store.segments import SegmentInfo
 from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
+from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, encode_inherited, inherit
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
 from pipeline.wiring.state import RunState
 
@@ -132,7 +133,9 @@ class Saver:
         if error is not None:
             raise error
 
-    def begin(self, reason: str, states: Sequence[CapturedState], attached: Sequence[str]) -> Capture:
+    def begin(
+        self, reason: str, states: Sequence[CapturedState], attached: Sequence[str], *, replay_buffer: bool = True
+    ) -> Capture:
         """Capture everything as of now, without an await."""
         state = self._state
         assert state.writer is not None
@@ -148,15 +151,18 @@ class Saver:
             attached=sorted(attached),
             options=state.options.to_dict(),
             tasks={name: task.describe() for name, task in state.tasks.items()},
+            left_out={} if replay_buffer else {REPLAY_BUFFER: "saved with replay_buffer=False"},
         )
         writer = GenerationWriter(self._layout, self._files, number)
         self.next_generation += 1
         capture = Capture(writer, Saving(number, state.ledger.step), manifest, state.writer.writer.sequence)
         capture.states = list(states)
-        capture.small = {
-            CONSUMER_FILE: msgspec.json.format(msgspec.json.encode(state.consumer_half())) + b"\n",
-            PROGRESS_FILE: encode_progress(state.refresh_progress(), state.unknown_progress),
-        }
+        half, progress = state.consumer_half(), state.refresh_progress()
+        if not replay_buffer:
+            half.leases, progress = [], rolled_back(progress, state.marks())
+            capture.small[PRODUCER_FILE] = encode_inherited(inherit(state.ledger, state.sampler))
+        capture.small[CONSUMER_FILE] = msgspec.json.format(msgspec.json.encode(half)) + b"\n"
+        capture.small[PROGRESS_FILE] = encode_progress(progress, state.unknown_progress)
         return capture
 
     async def finish(self, capture: Capture) -> Stored:
@@ -172,7 +178,10 @@ class Saver:
             position, segments = await state.writer.sync()
             # The journal may have gone on since the capture; what counts is where it stood then.
             own = msgspec.structs.replace(position, sequence=capture.sequence)
-            stored: Stored = await self._in_thread(lambda: self._commit(capture, [*self.journals, own], segments))
+            journals = [*self.journals, own]
+            if REPLAY_BUFFER in capture.manifest.left_out:  # it needs none of them; it says how far they had come
+                journals, segments = [msgspec.structs.replace(each, bytes=0) for each in journals], []
+            stored: Stored = await self._in_thread(lambda: self._commit(capture, journals, segments))
         except BaseException as error:
             saving = capture.saving
             state.log.error(events.GENERATION_FAILED, generation=saving.generation, step=saving.step, error=str(error))
@@ -235,5 +244,5 @@ class Saver:
 def link_trainer(capture: Capture, stored: Stored) -> None:
     """Let a generation take over the files of another by reference: all but what it writes anew."""
     for info in stored.manifest.files:
-        if info.path not in (CONSUMER_FILE, PROGRESS_FILE):
+        if info.path not in (CONSUMER_FILE, PROGRESS_FILE, PRODUCER_FILE):
             capture.links.append((os.path.join(stored.folder, info.path), info))

@@ -18,7 +18,7 @@ from pipeline.clock import Clock
 from pipeline.config import PipelineOptions
 from pipeline.ledger import BUFFERED, ConsumerHalf, Entry, Lease, Ledger, TaskTotals
 from pipeline.observe import RunContext, events, logger
-from pipeline.records import AnyEvent, Claimed, Dropped, Failed, Finished, Location, Reopened, Started
+from pipeline.records import AnyEvent, Claimed, Dropped, Failed, Finished, Inherited, Location, Reopened, Started
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.store.service import WriterService
 from pipeline.task import Task
@@ -148,7 +148,11 @@ class RunState:
 
     def mark_window(self) -> None:
         """Begin the counts since the last batch anew."""
-        self.progress.window_marks = {name: _marks(totals) for name, totals in self.ledger.totals.items()}
+        self.progress.window_marks = self.marks()
+
+    def marks(self) -> dict[str, list[float]]:
+        """Return the lifetime totals that windows are counted from."""
+        return {name: _marks(totals) for name, totals in self.ledger.totals.items()}
 
     def refresh_progress(self) -> Progress:
         """Bring the produced side of the progress up to date and return it."""
@@ -168,6 +172,7 @@ class RunState:
         ahead = self.ledger.outstanding // progress.batch_groups if progress.batch_groups else 0
         progress.producer_future_step = progress.next_consumer_step + ahead
         progress.model_step = self.version
+        progress.replay_buffer_saved = True
         return progress
 
     # -- recovery ----------------------------------------------------------------------------------------------
@@ -235,3 +240,6 @@ class PayloadPlaces(msgspec.Struct):
             self.places.setdefault(event.uid, {})[event.member] = where
         elif type(event) is Reopened or type(event) is Dropped:
             self.places.pop(event.uid, None)
+        elif type(event) is Inherited:
+            for item in event.items:
+                self.places[item.uid] = {place[0]: Location(*place[1:]) for place in item.places}

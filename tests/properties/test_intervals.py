@@ -22,8 +22,10 @@ def runs(values: set[int]) -> list[tuple[int, int]]:
     return found
 
 
-@given(RANGES, NUMBERS)
-def test_it_holds_what_a_set_holds(ranges: list[tuple[int, int]], numbers: list[int]) -> None:
+@given(RANGES, NUMBERS, RANGES)
+def test_it_holds_what_a_set_holds(
+    ranges: list[tuple[int, int]], numbers: list[int], more: list[tuple[int, int]]
+) -> None:
     intervals = IntervalSet(ranges)
     plain = {value for first, last in ranges for value in range(first, last + 1)}
     assert (intervals.ranges(), len(intervals)) == (runs(plain), len(plain))
@@ -32,6 +34,10 @@ def test_it_holds_what_a_set_holds(ranges: list[tuple[int, int]], numbers: list[
         plain.add(number)
         assert intervals.ranges() == runs(plain)
         assert len(intervals) == len(plain)
+    for first, last in more:
+        intervals.add_range(first, last)
+        plain |= set(range(first, last + 1))
+        assert (intervals.ranges(), len(intervals)) == (runs(plain), len(plain))
     for value in range(-7, 45):
         assert (value in intervals) == (value in plain)
     again = IntervalSet(intervals.ranges())

@@ -1,0 +1,138 @@
+"""Lines of a run: which events count for a generation, and what a line inherits.
+
+Usually every event of every journal counts: what the rollouts did is never taken back. But a resume may set aside what
+came after its generation (``after_crash="discard"``, or a generation without its buffer). Its journal begins by saying
+so (``Opened.discarded``), and from then on those events do not count. Whoever later resumes a generation of the part
+that was set aside goes back to that line: then the journals which set it aside do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.errors import Damaged, ForebayError
+from pipeline.ledger import Ledger
+from pipeline.records import Inherited, Location, Opened
+from pipeline.sampler import Sampler
+from pipeline.store.journal import read_journal
+from pipeline.store.layout import JournalName, Layout
+
+Key: TypeAlias = tuple[int, int]
+"""Incarnation and rank: what names a journal."""
+Discarded: TypeAlias = list[tuple[int, int, int]]
+
+NOTHING = 0
+PRODUCER_FILE = "producer.msgpack"
+"""What a generation without its buffer lists itself: one :class:`Inherited`, as a journal would hold it."""
+REPLAY_BUFFER = "replay_buffer"
+"""What ``left_out`` of a manifest calls the buffer."""
+
+encode_inherited = msgspec.msgpack.Encoder().encode
+
+
+def read_inherited(path: str) -> Inherited:
+    """Return what a generation without its buffer lists. Blocks.
+
+    Raises:
+        Damaged: it is not that.
+    """
+    try:
+        with open(path, "rb") as file:
+            return msgspec.msgpack.decode(file.read(), type=Inherited)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: the list of what is to be drawn again is damaged ({error})") from None
+
+
+def last_counted(opened: Iterable[Opened], positions: Mapping[Key, int]) -> dict[Key, int]:
+    """Return the number of the last event that counts, for each journal of which not all do.
+
+    Args:
+        opened: the first event of each journal.
+        positions: what the generation to be resumed counts on: the last event that belongs to it, by journal.
+    """
+    caps: dict[Key, int] = {}
+    for each in sorted(opened, key=lambda each: (each.incarnation, each.rank), reverse=True):
+        own = (each.incarnation, each.rank)
+        if caps.get(own, 1) == NOTHING:
+            continue
+        if any(last < positions.get((incarnation, rank), 0) for incarnation, rank, last in each.discarded):
+            caps[own] = NOTHING  # it set aside what this generation is made of: it is of another line
+            continue
+        for incarnation, rank, last in each.discarded:
+            key = (incarnation, rank)
+            caps[key] = min(last, caps.get(key, last))
+    return caps
+
+
+class Line(NamedTuple):
+    """What a generation's line leaves out of the journals."""
+
+    discarded: Discarded
+    """The last event that counts, of each journal of which not all do; the next incarnation's journal keeps it."""
+    unneeded: frozenset[Key]
+    """Journals from before the line inherited its state: they need not be read, or be there."""
+
+
+def find_line(layout: Layout, run_tag: int, manifest: Manifest, *, discard: bool) -> Line:
+    """Return the line of a generation. Blocks.
+
+    Args:
+        layout: the run's paths.
+        run_tag: the run's tag.
+        manifest: the generation's.
+        discard: set aside what came after it.
+    """
+    positions = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
+    names = layout.list_journals()
+    begins = [begin for name in names if (begin := _beginning(name, run_tag)) is not None]
+    unneeded = {
+        (incarnation, rank)
+        for opened, inherited in begins
+        if inherited and positions.get((opened.incarnation, opened.rank), 0) > 1
+        for incarnation, rank, _ in opened.discarded
+    }
+    if discard or REPLAY_BUFFER in manifest.left_out:
+        keys = [(name.incarnation, name.rank) for name in names]
+        return Line([(*key, positions.get(key, NOTHING)) for key in keys], frozenset(unneeded))
+    caps = last_counted([opened for opened, _ in begins], positions)
+    return Line([(*key, last) for key, last in sorted(caps.items())], frozenset(unneeded))
+
+
+def _beginning(name: JournalName, run_tag: int) -> tuple[Opened, bool] | None:
+    """Return a journal's first event, and whether what follows is inherited; None if it has no beginning."""
+    try:
+        first, second = [each.event for each in islice(read_journal(name, run_tag=run_tag), 2)]
+    except (ForebayError, ValueError):  # if it is needed, the fold will say what is wrong with it
+        return None
+    return (first, isinstance(second, Inherited)) if isinstance(first, Opened) else None
+
+
+def inherit(ledger: Ledger, sampler: Sampler, places: Mapping[int, Mapping[int, Location]] | None = None) -> Inherited:
+    """Return the producer half for a line that cannot fold what came before.
+
+    Args:
+        ledger: what has been claimed.
+        sampler: what has been drawn.
+        places: where payloads lie that go along. Left out, none do: every item that has not been trained is to be run
+            from the start.
+    """
+    return Inherited(
+        [
+            entry.hold(sorted((places or {}).get(entry.uid, {}).items()), anew=places is None)
+            for entry in ledger.entries.values()
+        ],
+        {
+            name: (each.epoch, each.position, each.length, each.mark, each.base)
+            for name, each in sampler.cursors.items()
+        },
+        dict(sampler.mixture.shares),
+        dict(sampler.mixture.drawn),
+        {name: msgspec.to_builtins(totals) for name, totals in ledger.totals.items()},
+        ledger.dropped.ranges(),
+        ledger.next_uid,
+    )
