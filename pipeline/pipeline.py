@@ -130,7 +130,9 @@ class Pipeline:
         """
         self._run.attach(objects)
 
-    async def resume(self, step: int | None = None, *, restart: Sequence[str] = ()) -> Resumed:
+    async def resume(
+        self, step: int | None = None, *, from_: str | os.PathLike[str] | None = None, restart: Sequence[str] = ()
+    ) -> Resumed:
         """Go on from the newest generation, or from the newest one of ``step``; nothing is produced yet.
 
         Everything is checked before anything is changed. Attached objects are loaded in place, and a new generation is
@@ -138,15 +140,17 @@ class Pipeline:
 
         Args:
             step: the trainer's step to go back to.
+            from_: another run's directory. Its state begins a new run in this pipeline's own directory, which must hold
+                none yet; the other run is only read.
             restart: tasks to begin anew, because their source is another one now.
 
         Raises:
             Damaged: something that was promised to be there is not; the message says what and where.
             SourceMismatch: a task's source is another one.
-            StoreError: there is no generation of ``step``.
+            StoreError: there is no generation of ``step``, or no run in ``from_``.
             UsageError: other names are attached than were saved, another seed, or resumed or started before.
         """
-        found = await self._run.find(step, restart)
+        found = await self._run.find(step, restart, None if from_ is None else os.fspath(from_))
         if found is None:
             return Resumed()
         self._run.check_sources(found, restart)

@@ -144,6 +144,8 @@ class Opened(Event, frozen=True, array_like=True, tag="open"):
     wall: float = 0.0
     discarded: list[tuple[int, int, int]] = []
     """(incarnation, rank, sequence): events of that journal beyond it do not count in this line."""
+    origin: str = ""
+    """Run id and generation that this run was forked from, ``"<run id>/<generation>"``."""
 
 
 class EpochBegan(Event, frozen=True, array_like=True, tag="epoch"):

@@ -5,6 +5,7 @@ What touches the trainer's objects runs on the thread that calls the verb; every
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -114,9 +115,11 @@ class SyncPipeline:
         """See :meth:`pipeline.Pipeline.attach`."""
         self._run.attach(objects)
 
-    def resume(self, step: int | None = None, *, restart: Sequence[str] = ()) -> Resumed:
+    def resume(
+        self, step: int | None = None, *, from_: str | os.PathLike[str] | None = None, restart: Sequence[str] = ()
+    ) -> Resumed:
         """See :meth:`pipeline.Pipeline.resume`. Attached objects are loaded on this thread."""
-        found = self._call(self._run.find, step, restart)
+        found = self._call(self._run.find, step, restart, None if from_ is None else os.fspath(from_))
         if found is None:
             return Resumed()
         self._do(self._run.check_sources, found, restart)

@@ -50,6 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     """What a generation of this kind usually holds and this one does not, and why."""
+    origin: str = ""
+    """Run id and generation that the run was forked from, in its first generation."""
     checksum: str = ""
     """crc32c of this manifest's compact JSON with an empty checksum, unknown fields and their order included."""
 

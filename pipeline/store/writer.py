@@ -122,7 +122,7 @@ class StoreWriter:
     @property
     def idle(self) -> bool:
         """Whether nothing is queued. What has been taken may still be on its way."""
-        return not self._events
+        return not self._events and not self._payloads
 
     def take(self) -> WriteBatch:
         """Take everything that is queued, to be handed to :meth:`write`."""

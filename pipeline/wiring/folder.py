@@ -6,7 +6,7 @@ import os
 
 from pipeline.checkpoint.generations import find_generations, next_number
 from pipeline.errors import ForebayError, StoreError
-from pipeline.records import Closed, Opened
+from pipeline.records import Closed, Inherited, Opened
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import read_journals
 from pipeline.store.layout import Layout
@@ -79,4 +79,4 @@ class RunFolder:
     def _holds_events(self) -> bool:
         """Whether anything happened: a start that died before generation 0 leaves no more than its beginning."""
         logged = read_journals(self.layout, run_tag=self.tag)
-        return any(type(each.event) not in (Opened, Closed) for each in logged)
+        return any(type(each.event) not in (Opened, Closed, Inherited) for each in logged)

@@ -23,7 +23,7 @@ from pipeline.sampler.progress import decode_progress
 from pipeline.store.journal import JournalPosition, Logged, read_journal, read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
-from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, read_inherited
+from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, Line, read_inherited
 from pipeline.wiring.state import PayloadPlaces
 
 CONSUMER_FILE = "consumer.json"
@@ -58,14 +58,14 @@ def recover_run(
     run_tag: int,
     seed: int,
     opened: Opened,
+    line: Line,
     attached: Sequence[str],
-    unneeded: Collection[tuple[int, int]] = (),
     torn: Callable[[str, int, int], None] | None = None,
 ) -> Recovered:
     """Check a generation, fold the journals, and read the trainer's state, changing nothing. Blocks.
 
-    ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``unneeded``
-    journals are not read. ``torn`` is told of each journal that ends in a torn record, as a crash leaves it.
+    ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``line`` says which
+    events count. ``torn`` is told of each journal that ends in a torn record, as a crash leaves it.
 
     Raises:
         Damaged: something that was promised to be there is missing or changed.
@@ -78,9 +78,9 @@ def recover_run(
     with open(path, "rb") as file:
         progress, unknown = decode_progress(file.read(), path)
     if REPLAY_BUFFER in stored.manifest.left_out:
-        return _recover_without_buffer(layout, stored, plans, half, (progress, unknown), run_tag, seed, opened)
-    folded = Fold(half, plans, seed=seed, line=stored.manifest, discarded=opened.discarded)
-    positions = _fold_journals(layout, stored, folded, run_tag, unneeded, torn)
+        return _recover_without_buffer(layout, stored, plans, half, (progress, unknown), run_tag, seed, opened, line)
+    folded = Fold(half, plans, seed=seed, line=stored.manifest, discarded=line.discarded)
+    positions = _fold_journals(layout, stored, folded, run_tag, line.unneeded, torn)
     ledger = folded.ledger
     ledger.apply(opened)
     pending = pending_batches(ledger, ledger.restore(half), folded.hints, half.step)
@@ -101,11 +101,12 @@ def _recover_without_buffer(
     run_tag: int,
     seed: int,
     opened: Opened,
+    line: Line,
 ) -> Recovered:
     """Resume what the generation lists itself: no journal is folded, and none needs to be there."""
     _check_seed(seed, stored.manifest.options.get("seed", seed))
     listed = read_inherited(os.path.join(stored.folder, PRODUCER_FILE))
-    set_aside, next_uid = _look_beyond(layout, run_tag, opened)
+    set_aside, next_uid = _look_beyond(layout, run_tag, line)
     # The journals, where they are, have used more uids; none is ever used twice.
     inherited = msgspec.structs.replace(listed, next_uid=max(listed.next_uid, next_uid))
     ledger, sampler = Ledger(half), Sampler(plans, seed)
@@ -114,20 +115,19 @@ def _recover_without_buffer(
     sampler.apply(inherited)
     ledger.restore(half)
     positions = [
-        JournalPosition(incarnation=incarnation, rank=rank, sequence=last)
-        for incarnation, rank, last in opened.discarded
+        JournalPosition(incarnation=incarnation, rank=rank, sequence=last) for incarnation, rank, last in line.discarded
     ]
     return Recovered(
         ledger, sampler, *saved, [], {}, _read_states(stored), 0, positions, set_aside, inherited=inherited
     )
 
 
-def _look_beyond(layout: Layout, run_tag: int, opened: Opened) -> tuple[int, int]:
+def _look_beyond(layout: Layout, run_tag: int, line: Line) -> tuple[int, int]:
     """Count the events that are set aside, and return a uid above all that the journals name.
 
     Nothing hangs on the journals here, so one that is damaged is read as far as it goes.
     """
-    caps = {(incarnation, rank): last for incarnation, rank, last in opened.discarded}
+    caps = {(incarnation, rank): last for incarnation, rank, last in line.discarded}
     count = next_uid = 0
     for name in layout.list_journals():
         try:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, choose, find_generations
-from pipeline.errors import Damaged
+from pipeline.errors import Damaged, StoreError
 from pipeline.ledger import BUFFERED, WAITING
 from pipeline.observe import events
 from pipeline.records import Dropped, EpochBegan, Opened
 from pipeline.sampler.progress import restore_in_place
 from pipeline.sampler.sampler import check_marks
+from pipeline.store.layout import Layout
 from pipeline.wiring.folder import RunFolder
-from pipeline.wiring.lines import find_line
+from pipeline.wiring.lines import NOTHING, find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
 
@@ -41,15 +43,40 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """Events of after the generation that do not count, by ``after_crash="discard"`` or for want of the buffer."""
 
 
+class Origin(NamedTuple):
+    """The run that is resumed: the pipeline's own, or another that is forked."""
+
+    layout: Layout
+    run_id: str
+    tag: int
+    forked: bool
+
+    @classmethod
+    def other(cls, directory: str) -> Origin:
+        """Return the run in ``directory``, to be forked. Blocks.
+
+        Raises:
+            StoreError: there is none.
+        """
+        layout = Layout(directory)
+        run = layout.read_run() if os.path.isdir(directory) else None
+        if run is None:
+            raise StoreError(f"resume(from_={directory!r}): there is no run")
+        return cls(layout, run.run_id, run.tag, True)
+
+
 class Found(msgspec.Struct, frozen=True):
     """What a resume is about to take over: checked, and not yet in use."""
 
     stored: Stored
     recovered: Recovered
     opened: Opened
+    origin: Origin
 
 
-def find_to_resume(state: RunState, folder: RunFolder, step: int | None, attached: Sequence[str]) -> Found:
+def find_to_resume(
+    state: RunState, folder: RunFolder, origin: Origin, step: int | None, attached: Sequence[str]
+) -> Found:
     """Read and check the generation to resume and what came after it. Blocks, and changes nothing.
 
     Raises:
@@ -57,27 +84,31 @@ def find_to_resume(state: RunState, folder: RunFolder, step: int | None, attache
         StoreError: there is no generation of ``step``.
         UsageError: the seed, or what is attached, is not what the generation holds.
     """
-    layout = folder.layout
-    found = find_generations(layout, folder.run_id)
+    layout = origin.layout
+    found = find_generations(layout, origin.run_id)
     if not found.complete and not found.damaged:
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory)
-    line = find_line(layout, folder.tag, stored.manifest, discard=state.options.after_crash == "discard")
-    opened = msgspec.structs.replace(
-        opening(state, stored.manifest.generation, stored.manifest.step), discarded=line.discarded
-    )
+    line = find_line(layout, origin.tag, stored.manifest, discard=state.options.after_crash == "discard")
+    opened = opening(state, stored.manifest.generation, stored.manifest.step)
+    if origin.forked:  # whatever an earlier try left in the new run's folder does not count
+        own = [(name.incarnation, name.rank, NOTHING) for name in folder.layout.list_journals()]
+        name = f"{origin.run_id}/{stored.manifest.generation}"
+        opened = msgspec.structs.replace(opened, generation=-1, discarded=own, origin=name)
+    else:
+        opened = msgspec.structs.replace(opened, discarded=line.discarded)
     recovered = recover_run(
         layout,
         stored,
         list(state.plans.values()),
-        run_tag=folder.tag,
+        run_tag=origin.tag,
         seed=state.options.seed,
         opened=opened,
-        unneeded=line.unneeded,
+        line=line,
         attached=attached,
         torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
     )
-    return Found(stored, recovered, opened)
+    return Found(stored, recovered, opened, origin)
 
 
 def opening(state: RunState, generation: int, step: int) -> Opened:

@@ -33,8 +33,19 @@ from pipeline.supervisor import Supervisor, root_cause
 from pipeline.task import Task
 from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.folder import RunFolder
+from pipeline.wiring.forking import copy_payloads, forked
 from pipeline.wiring.producing import Producer
-from pipeline.wiring.resuming import Found, Resumed, adopt, check_sources, describe, find_to_resume, opening, settle
+from pipeline.wiring.resuming import (
+    Found,
+    Origin,
+    Resumed,
+    adopt,
+    check_sources,
+    describe,
+    find_to_resume,
+    opening,
+    settle,
+)
 from pipeline.wiring.saving import Capture, Saver, Saving, link_trainer
 from pipeline.wiring.state import RunState
 from pipeline.wiring.weights import Weights
@@ -187,7 +198,7 @@ class Run:
         if self._saver is not None:
             self._saver.raise_failed()
 
-    async def find(self, step: int | None, restart: Sequence[str]) -> Found | None:
+    async def find(self, step: int | None, restart: Sequence[str], from_: str | None = None) -> Found | None:
         """Read and check the generation to resume and what came after it. Changes nothing.
 
         Returns:
@@ -200,12 +211,22 @@ class Run:
         if unknown:
             raise ConfigError.of("restart", sorted(unknown), f"the run's tasks are {', '.join(self.state.tasks)}")
         folder = self._folder
-        if folder is None or not folder.used:
+        if from_ is not None and (folder is None or folder.used):
+            raise UsageError(
+                f"resume(from_={from_!r}) begins a new run: directory={self.options.directory!r} must name a "
+                "folder that holds none yet. To go on with the run that it holds, call resume() without from_"
+            )
+        if folder is None or (from_ is None and not folder.used):
             if step is not None:
                 raise StoreError(f"resume(step={step}): {self.options.directory or 'memory'} holds no generation")
             return None
-        attached = list(self.attached)
-        return await self.in_thread(lambda: find_to_resume(self.state, folder, step, attached))
+
+        def look() -> Found:
+            own = Origin(folder.layout, folder.run_id, folder.tag, False)
+            origin = own if from_ is None else Origin.other(from_)
+            return find_to_resume(self.state, folder, origin, step, list(self.attached))
+
+        return await self.in_thread(look)
 
     def check_sources(self, found: Found, restart: Sequence[str]) -> None:
         """Refuse another source than the run's, before anything is changed."""
@@ -215,19 +236,21 @@ class Run:
         """Put a checked generation in use, and commit a new one at once: old files are never changed."""
         state, saver = self.state, self._saver
         assert saver is not None
+        writer = await self._open_writer(found.opened, apply=False)
+        if found.origin.forked:
+            found = await self._fork(found, writer)
         adopt(state, found)
         self.weights.require_update(state.version)
-        await self._open_writer(found.opened, apply=False)
         if found.recovered.inherited is not None:  # folded already, as the event before it
-            assert state.writer is not None
-            state.writer.writer.append(found.recovered.inherited)
+            writer.writer.append(found.recovered.inherited)
         settle(state, restart)
         self.producer.requeue_all()
-        saver.parent = found.stored.manifest.generation
+        saver.parent = -1 if found.origin.forked else found.stored.manifest.generation
         saver.journals = found.recovered.positions
         await saver.acquire()
         try:
-            capture = saver.begin("resume", [], list(self.attached))
+            capture = saver.begin("fork" if found.origin.forked else "resume", [], list(self.attached))
+            capture.manifest = msgspec.structs.replace(capture.manifest, origin=found.opened.origin)
             link_trainer(capture, found.stored)
             await self.in_thread(lambda: capture.write_trainer(self._files))
         except BaseException:
@@ -238,7 +261,15 @@ class Run:
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
 
-    async def _open_writer(self, opened: Opened, *, apply: bool) -> None:
+    async def _fork(self, found: Found, writer: WriterService) -> Found:
+        """Copy what another run's state needs into this run's segments."""
+        before, reader = found.recovered, PayloadReader(found.origin.layout, found.origin.tag)
+        lives = {uid: entry.life for uid, entry in before.ledger.entries.items()}
+        places = await copy_payloads(reader, writer, before.places, lives, self.in_thread)
+        plans, seed = list(self.state.plans.values()), self.options.seed
+        return msgspec.structs.replace(found, recovered=forked(before, found.opened, plans, seed, places))
+
+    async def _open_writer(self, opened: Opened, *, apply: bool) -> WriterService:
         """Begin this incarnation's journal. Its first event was folded already when ``apply`` is false."""
         assert self._folder is not None
         assert self._group is not None
@@ -262,6 +293,7 @@ class Run:
         if self.state.writing:
             self._group.start_soon(self.state.writer.run, name="forebay writer")
         self.state.log.info(events.RUN_OPENED, directory=options.directory, generation=opened.generation)
+        return self.state.writer
 
     async def prepare_start(self, weights_current: bool) -> bool:
         """First half of ``start``. Returns whether generation 0 is to be committed."""

@@ -21,6 +21,7 @@ from pipeline.store.frames import FOOTER, PAYLOAD, scan
 from pipeline.store.journal import read_journal
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import PayloadReader
+from pipeline.wiring.lines import find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from tests.golden.make_v1 import EVERY_EVENT, OPTIONS, RUN_ID, Learner, tasks
 from tests.support.disk import tree
@@ -46,6 +47,7 @@ def recover(layout: Layout, number: int, torn: list[tuple[str, int, int]] | None
         run_tag=TAG,
         seed=11,
         opened=Opened(3, 0, number, step, step, 11),
+        line=find_line(layout, TAG, stored.manifest, discard=False),
         attached=["learner"],
         torn=None if torn is None else lambda *what: torn.append(what),
     )

@@ -1,0 +1,69 @@
+"""Forking: another run's state begins a new run, with the payloads that it needs copied into segments of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.ledger import Ledger
+from pipeline.records import Location, Opened
+from pipeline.sampler import DrawPlan, Sampler
+from pipeline.store.segments import PayloadReader, Place
+from pipeline.store.service import RunBlocking, WriterService
+from pipeline.wiring.lines import inherit
+from pipeline.wiring.recovery import Recovered
+
+_CHUNK = 64 << 20  # bytes of payloads that are held at a time
+
+
+async def copy_payloads(
+    reader: PayloadReader,
+    writer: WriterService,
+    places: Mapping[int, Mapping[int, Location]],
+    lives: Mapping[int, int],
+    in_thread: RunBlocking[Any],
+) -> dict[int, dict[int, Location]]:
+    """Copy payloads into the writer's segments, and return where they lie there.
+
+    Raises:
+        Damaged: one cannot be read.
+        WriteFailed: one cannot be written.
+    """
+    copied: dict[int, dict[int, Location]] = {}
+    for chunk in _chunks(places):
+        blobs = await in_thread(lambda chunk=chunk: reader.read_many(chunk))  # type: ignore[misc]
+        for (uid, member), blob in blobs.items():
+            copied.setdefault(uid, {})[member] = writer.writer.place(blob, uid, member, lives[uid])
+        await writer.flush()
+    return copied
+
+
+def _chunks(places: Mapping[int, Mapping[int, Location]]) -> Iterator[list[Place]]:
+    chunk: list[Place] = []
+    size = 0
+    for uid, members in places.items():
+        for member, place in members.items():
+            chunk.append((uid, member, place))
+            size += place.length
+            if size >= _CHUNK:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def forked(
+    recovered: Recovered, opened: Opened, plans: list[DrawPlan], seed: int, places: dict[int, dict[int, Location]]
+) -> Recovered:
+    """Return what was recovered as the new run's own recovery will find it."""
+    before = recovered.ledger
+    inherited = inherit(before, recovered.sampler, places)
+    half = before.consumer_half()
+    ledger, sampler = Ledger(half), Sampler(plans, seed)
+    ledger.apply(opened)
+    ledger.apply(inherited)
+    sampler.apply(inherited)
+    ledger.restore(half)
+    return recovered._replace(
+        ledger=ledger, sampler=sampler, places=places, positions=[], inherited=inherited, set_aside=0
+    )
