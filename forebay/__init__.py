@@ -31,6 +31,7 @@ from pipeline import EndOfSource as EndOfSource  # noqa: E402
 from pipeline import FailFast as FailFast  # noqa: E402
 from pipeline import ForebayError as ForebayError  # noqa: E402
 from pipeline import Group as Group  # noqa: E402
+from pipeline import GroupsRejected as GroupsRejected  # noqa: E402
 from pipeline import Item as Item  # noqa: E402
 from pipeline import Locked as Locked  # noqa: E402
 from pipeline import NewerFormat as NewerFormat  # noqa: E402
@@ -57,6 +58,7 @@ from pipeline import Task as Task  # noqa: E402
 from pipeline import Trace as Trace  # noqa: E402
 from pipeline import UsageError as UsageError  # noqa: E402
 from pipeline import WriteFailed as WriteFailed  # noqa: E402
+from pipeline import ZeroVariance as ZeroVariance  # noqa: E402
 from pipeline import configure as configure  # noqa: E402
 from tasks import EnvSeeds as EnvSeeds  # noqa: E402
 from tasks import JsonlSource as JsonlSource  # noqa: E402

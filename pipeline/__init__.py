@@ -6,11 +6,13 @@ from pipeline.config import FailFast as FailFast
 from pipeline.config import PipelineOptions as PipelineOptions
 from pipeline.config import Retry as Retry
 from pipeline.config import Skip as Skip
+from pipeline.config import ZeroVariance as ZeroVariance
 from pipeline.errors import ClosedError as ClosedError
 from pipeline.errors import ConfigError as ConfigError
 from pipeline.errors import Damaged as Damaged
 from pipeline.errors import EndOfSource as EndOfSource
 from pipeline.errors import ForebayError as ForebayError
+from pipeline.errors import GroupsRejected as GroupsRejected
 from pipeline.errors import Locked as Locked
 from pipeline.errors import NewerFormat as NewerFormat
 from pipeline.errors import NotARun as NotARun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
 import msgspec
@@ -90,6 +90,21 @@ class FailFast(Options, frozen=True, tag="fail_fast", tag_field="policy"):
 
 class Skip(Options, frozen=True, tag="skip", tag_field="policy"):
     """A failing member is settled at once as failed; the run goes on."""
+
+
+class ZeroVariance(Options, frozen=True, tag="zero_variance", tag_field="filter"):
+    """A filter: rejects groups whose rewards are all equal, to within ``tolerance``; they teach a group-relative
+    advantage nothing. A group of one rollout is kept."""
+
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("tolerance", 0)
+
+    def __call__(self, rewards: Sequence[float]) -> bool:
+        """Whether a group with these rewards is kept."""
+        return len(rewards) < 2 or max(rewards) - min(rewards) > self.tolerance
 
 
 FailurePolicy: TypeAlias = Retry | FailFast | Skip

@@ -8,7 +8,8 @@
     │   └── ClosedError                      the pipeline is closed
     ├── RunnerError          (RuntimeError)  what the user's rollout function did
     │   ├── RolloutFailed                    it raised, and its policy says to stop
-    │   └── RolloutInvalid   (TypeError)     it returned what is no rollout
+    │   ├── RolloutInvalid   (TypeError)     it returned what is no rollout
+    │   └── GroupsRejected                   its filter, or what the filter rejects without end
     ├── EndOfSource          (EOFError)      a finite source has nothing left
     ├── Starved              (RuntimeError)  waiting cannot help: nothing can be produced
     ├── SourceError          (ValueError)
@@ -64,6 +65,10 @@ class RolloutFailed(RunnerError):
 
 class RolloutInvalid(RunnerError, TypeError):
     """A runner returned what is no rollout; the message names the task, the item and the field."""
+
+
+class GroupsRejected(RunnerError):
+    """A task's filter raised, or has rejected too many groups in a row."""
 
 
 class EndOfSource(ForebayError, EOFError):

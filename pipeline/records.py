@@ -194,6 +194,8 @@ class Failed(Event, frozen=True, array_like=True, tag="fail"):
     error: str
     final: bool
     seconds: float = 0.0
+    rejected: bool = False
+    """The group is whole without this member, and its task's filter rejected it."""
 
 
 class Interrupted(Event, frozen=True, array_like=True, tag="intr"):
@@ -224,6 +226,8 @@ class Finished(Event, frozen=True, array_like=True, tag="done"):
     tokens: int = 0
     seconds: float = 0.0
     policy: str = ""
+    rejected: bool = False
+    """It was the last member of its group, and the task's filter rejected the group."""
 
 
 class Dropped(Event, frozen=True, array_like=True, tag="drop"):

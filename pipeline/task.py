@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
-from pipeline.config import LEAST, MOST, FailurePolicy, Retry, failure_policy
+import msgspec
+
+from pipeline.config import LEAST, MOST, FailurePolicy, Retry, ZeroVariance, failure_policy
 from pipeline.errors import ConfigError
 from pipeline.interfaces import Runner, Source
+from pipeline.records import Rollout
+
+GroupFilter: TypeAlias = ZeroVariance | Callable[[Sequence[Rollout]], bool]
 
 
 class Task:
@@ -24,6 +29,11 @@ class Task:
         on_failure: ``Retry(attempts=3)``, ``FailFast()`` or ``Skip()``, or the same as plain values.
         min_group: how many members must finish for a group to count; the rest may fail for good. Left out: all.
         timeout: seconds for each attempt; None: no limit.
+        group_timeout: seconds from a group's first start to its last member's end, all attempts included; then the
+            unfinished members are given up. None: no limit. It begins anew after a resume.
+        filter: which finished groups are kept: ``ZeroVariance()``, or a function of the group's rollouts that returns
+            whether to keep it. It runs on the event loop, so it must be quick. What it rejects is dropped as filtered.
+        max_rejections: groups rejected in a row after which the run fails, since it would never end otherwise.
         epochs: how often the source is gone through; None: for ever.
         shuffle: whether each epoch has an order of its own, or the source's.
         resource: what the runner needs and finds as ``ctx.resource``. An async context manager is opened once and
@@ -45,6 +55,9 @@ class Task:
         on_failure: FailurePolicy | Mapping[str, Any] | str = Retry(attempts=3),  # noqa: B008  frozen
         min_group: int | None = None,
         timeout: float | None = None,
+        group_timeout: float | None = None,
+        filter: GroupFilter | Mapping[str, Any] | str | None = None,  # noqa: A002
+        max_rejections: int = 1000,
         epochs: int | None = 1,
         shuffle: bool = True,
         resource: Any = None,
@@ -58,12 +71,15 @@ class Task:
         _number(name, "share", share)
         if min_group is not None:
             _whole(name, "min_group", min_group, 1, group_size)
-        if timeout is not None:
-            _number(name, "timeout", timeout)
+        for option, seconds in (("timeout", timeout), ("group_timeout", group_timeout)):
+            if seconds is not None:
+                _number(name, option, seconds)
+        _whole(name, "max_rejections", max_rejections, 1, 2**62)
         if epochs is not None:
             _whole(name, "epochs", epochs, 1, 2**62)
         self.name, self.source, self.run = name, source, run
-        self.group_size, self.share, self.timeout = group_size, float(share), timeout
+        self.group_size, self.share, self.timeout, self.group_timeout = group_size, float(share), timeout, group_timeout
+        self.filter, self.max_rejections = _group_filter(name, filter), max_rejections
         self.on_failure = failure_policy(on_failure)
         self.min_group = group_size if min_group is None else min_group
         self.epochs, self.shuffle, self.resource = epochs, shuffle, resource
@@ -97,6 +113,9 @@ class Task:
             "share": self.share,
             "on_failure": self.on_failure.to_dict(),
             "timeout": self.timeout,
+            "group_timeout": self.group_timeout,
+            "filter": self.filter.to_dict() if isinstance(self.filter, ZeroVariance) else _named(self.filter),
+            "max_rejections": self.max_rejections,
             "epochs": self.epochs,
             "shuffle": self.shuffle,
             "source": str(self.source.mark()),
@@ -104,6 +123,31 @@ class Task:
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, group_size={self.group_size}, share={self.share})"
+
+
+def _group_filter(task: str, given: Any) -> GroupFilter | None:
+    if given is None or isinstance(given, ZeroVariance):
+        return given
+    if isinstance(given, (str, Mapping)):
+        try:
+            return msgspec.convert({"filter": given} if isinstance(given, str) else given, ZeroVariance)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"task {task!r}: filter={given!r}: 'zero_variance', a dict with filter: zero_variance, or a function "
+                f"of the group's rollouts is needed ({error})",
+                option="filter",
+            ) from None
+    if not callable(given) or inspect.iscoroutinefunction(given):
+        raise ConfigError(
+            f"task {task!r}: filter={given!r} must be ZeroVariance() or a plain function of the group's rollouts",
+            option="filter",
+        )
+    function: GroupFilter = given
+    return function
+
+
+def _named(function: Any) -> str | None:
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _encodable(text: str) -> bool:

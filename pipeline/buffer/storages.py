@@ -60,5 +60,8 @@ class RolloutStorage:
             if location is not None
         ]
 
+    def __contains__(self, uid: int) -> bool:
+        return uid in self._groups
+
     def __len__(self) -> int:
         return len(self._groups)

@@ -144,7 +144,7 @@ class Ledger:
                 entry.newest = newest
         entry.made = self.incarnation
         entry.members[event.member] = FINISHED
-        return self._settle(entry)
+        return self._settle(entry, event.rejected)
 
     def _failed(self, event: Failed) -> Entry | None:
         entry = self.entries.get(event.uid)
@@ -153,8 +153,9 @@ class Ledger:
         self.totals[entry.task].failed += 1
         entry.failures = _with(entry.failures, event.member, entry.failures[event.member] + 1)
         if event.final:
+            entry.in_flight += entry.members[event.member] == PENDING  # given up before it was started
             entry.members[event.member] = GIVEN_UP
-            return self._settle(entry)
+            return self._settle(entry, event.rejected)
         self._unstart(entry, event.member)
         return None
 
@@ -173,14 +174,17 @@ class Ledger:
         if not entry.in_flight:
             self._move(entry, WAITING)
 
-    def _settle(self, entry: Entry) -> Entry | None:
-        """A member has ended. Once all have, the group is buffered, or dropped if too few finished."""
+    def _settle(self, entry: Entry, rejected: bool) -> Entry | None:
+        """A member has ended. Once all have, the group is buffered, or dropped: too few finished, or it is rejected."""
         entry.unsettled -= 1
         entry.in_flight -= 1
         if entry.unsettled:
             return None
         if entry.members.count(FINISHED) < entry.need:
             self._end(entry, "failed")
+            return None
+        if rejected:
+            self._end(entry, "filtered")
             return None
         self._order += 1
         entry.order = self._order

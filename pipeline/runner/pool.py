@@ -25,11 +25,12 @@ import anyio.lowlevel
 from pipeline.interfaces import Engine
 from pipeline.records import Rollout
 from pipeline.runner.context import Context
-from pipeline.runner.deadlines import TimeLimit
+from pipeline.runner.deadlines import Key, TimeLimit
 from pipeline.task import Task
 
 _TURN = 16  # attempts after which a worker lets others run, though its runner never waits
 _TIMEOUT: Final = "timeout"
+GROUP_TIMEOUT: Final = "group timeout"
 
 
 class Job(Context, eq=False):
@@ -136,6 +137,25 @@ class Pool:
                 self._work.interrupted(job, reason)
             else:
                 self._cut(worker, reason)
+
+    def cut_group(self, uid: int) -> None:
+        """Cut every attempt at an item; they end as failed with :data:`GROUP_TIMEOUT`."""
+        for worker in self._workers:
+            job = worker.job
+            if job is None or job.item.uid != uid:
+                continue
+            if worker.scope is None or worker.wake is not None:  # its worker has not begun it
+                self._ended(worker, job)
+                self._work.failed(job, _late(job, GROUP_TIMEOUT), GROUP_TIMEOUT)
+            else:
+                self._cut(worker, GROUP_TIMEOUT)
+
+    def time_limit(self, timeout: float, cut: Callable[[Key], None]) -> TimeLimit[Key]:
+        """Return a new time limit, whose timer runs as long as the pool does."""
+        assert self._group is not None
+        limit = TimeLimit(timeout, self._now, cut)
+        self._group.start_soon(limit.watch, name="forebay time limit")
+        return limit
 
     async def drained(self) -> None:
         """Return once nothing is in flight and nothing is being scored."""
@@ -270,9 +290,7 @@ class Pool:
     def _begin(self, worker: _Worker, job: Job, timeout: float) -> TimeLimit[_Worker]:
         limit = self._limits.get(timeout)
         if limit is None:
-            assert self._group is not None
-            limit = self._limits[timeout] = TimeLimit(timeout, self._now, lambda late: self._cut(late, _TIMEOUT))
-            self._group.start_soon(limit.watch, name="forebay time limit")
+            limit = self._limits[timeout] = self.time_limit(timeout, lambda late: self._cut(late, _TIMEOUT))
         job.deadline = limit.begin(worker)
         return limit
 
@@ -287,11 +305,16 @@ class Pool:
         assert worker.scope is not None
         if _is_runners(error, worker.scope):
             self._work.failed(job, error, "error")
-        elif worker.cut == _TIMEOUT:
-            late = TimeoutError(f"{job.item}: the attempt took longer than timeout={job.task.timeout} s")
-            self._work.failed(job, late, "timeout")
+        elif worker.cut in (_TIMEOUT, GROUP_TIMEOUT):
+            self._work.failed(job, _late(job, worker.cut), worker.cut)
         else:
             self._work.interrupted(job, worker.cut or "shutdown")
+
+
+def _late(job: Job, reason: str) -> TimeoutError:
+    if reason == _TIMEOUT:
+        return TimeoutError(f"{job.item}: the attempt took longer than timeout={job.task.timeout} s")
+    return TimeoutError(f"{job.item}: the group took longer than group_timeout={job.task.group_timeout} s")
 
 
 def _is_runners(error: BaseException, scope: anyio.CancelScope) -> bool:

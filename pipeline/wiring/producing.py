@@ -9,17 +9,28 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Awaitable
+from typing import Protocol
 
 from pipeline.buffer.staleness import admissible
-from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, SourceError
+from pipeline.errors import ForebayError, GroupsRejected, RolloutFailed, RolloutInvalid, SourceError
 from pipeline.ledger import BUFFERED, LEASED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
 from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, Rollout, Started
 from pipeline.runner.context import RunFacts, Slots
 from pipeline.runner.policies import Verdict, after_failure, check_rollout
-from pipeline.runner.pool import Job
+from pipeline.runner.pool import GROUP_TIMEOUT, Job
 from pipeline.store.codec import pack
+from pipeline.task import Task
+from pipeline.wiring.groups import Filters, GroupDeadlines, Limits
 from pipeline.wiring.state import RunState
+
+
+class PoolSide(Slots, Limits, Protocol):
+    """What the producer asks of the pool."""
+
+    def pump(self) -> None: ...
+
+    def cut_group(self, uid: int) -> None: ...
 
 
 class Producer:
@@ -28,7 +39,9 @@ class Producer:
     def __init__(self, state: RunState) -> None:
         self.paused = True
         """Nothing starts: not started yet, in a weight update, after a failed push, or closing."""
-        self.slots: Slots | None = None
+        self._slots: PoolSide | None = None
+        self._filters = Filters(state)
+        self._deadlines = GroupDeadlines(self._group_late)
         self._state = state
         self._ready: deque[tuple[int, int, int]] = deque()  # (uid, life, member) to be started before new claims
         self._held: list[tuple[int, int, int]] = []  # heap of those whose turn is too far off for the weights in use
@@ -40,6 +53,15 @@ class Producer:
         self._limited_by: tuple[int, int, int, int] | None = None  # what the limit beside it was computed from
         self._known_limit = 0
         state.on_expired = self.requeue
+
+    @property
+    def slots(self) -> PoolSide | None:
+        """The pool, once it is open."""
+        return self._slots
+
+    @slots.setter
+    def slots(self, pool: PoolSide) -> None:
+        self._slots = self._deadlines.pool = pool
 
     def requeue(self, entry: Entry) -> None:
         """Queue every member of ``entry`` that is neither in flight nor settled, before any new item."""
@@ -141,9 +163,16 @@ class Producer:
             state.record(Interrupted(job.item.uid, job.member, job.attempt, "invalid"))
             state.fail(error)
             return
-        self._take_in(job, rollout, blob, oldest, newest)
+        rejected = False
+        if job.task.filter is not None:
+            try:
+                rejected = self._filters.rejects(job.task, entry, (job.member, blob))
+            except GroupsRejected as error:  # the member has finished all the same, and its group is dropped
+                rejected = True
+                state.fail(error)
+        self._take_in(job, rollout, blob, oldest, newest, rejected)
 
-    def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int) -> None:
+    def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> None:
         state = self._state
         segment, offset, location = -1, 0, None
         if state.writer is not None:
@@ -163,11 +192,17 @@ class Producer:
                 len(blob),
                 rollout.tokens,
                 state.clock.now() - job.started,
+                "",
+                rejected,
             )
         )
         if became is not None:
             state.expire_stale()
             state.changed.notify()
+        elif rejected:
+            state.changed.notify()  # a waiting trainer may now see that nothing more comes
+        if job.task.group_timeout is not None and (became is not None or rejected):
+            self._deadlines.end(job.item.uid, job.life)
 
     def failed(self, job: Job, error: BaseException, reason: str) -> None:
         """Count a failure, and retry, give up or stop as the task's policy says."""
@@ -177,10 +212,13 @@ class Producer:
             return
         failures = entry.failures[job.member] + 1
         verdict = after_failure(job.task.on_failure, failures)
+        if reason == GROUP_TIMEOUT and verdict is Verdict.RETRY:
+            verdict = Verdict.GIVE_UP
         text = f"{type(error).__name__}: {error}"[:500]
         final = verdict is Verdict.GIVE_UP
         seconds = state.clock.now() - job.started
-        state.record(Failed(job.item.uid, job.member, job.attempt, reason, _encodable(text), final, seconds))
+        rejected = final and self._rejected_without(job.task, entry)
+        state.record(Failed(job.item.uid, job.member, job.attempt, reason, _encodable(text), final, seconds, rejected))
         log = state.log.warning if final else state.log.info
         log(
             events.ROLLOUT_FAILED,
@@ -201,6 +239,34 @@ class Producer:
         if final:
             state.expire_stale()  # the last member may have given up, and the group be whole without it
         state.changed.notify()
+
+    def _rejected_without(self, task: Task, entry: Entry) -> bool:
+        """Whether a group whose last member has just given up is rejected."""
+        try:
+            return self._filters.rejects(task, entry)
+        except GroupsRejected as error:
+            self._state.fail(error)
+            return True
+
+    def _group_late(self, uid: int, life: int) -> None:
+        """A group's time is over: what of it has not finished is given up."""
+        state = self._state
+        entry = state.ledger.entries.get(uid)
+        if entry is None or entry.life != life or not entry.unsettled:
+            return
+        task = state.tasks[entry.task]
+        state.log.warning(events.GROUP_LATE, task=task.name, uid=uid, members=entry.unsettled)
+        if self._opened is entry:
+            self._opened = None
+        text = f"the group took longer than group_timeout={task.group_timeout} s"
+        for member in [place for place, status in enumerate(entry.members) if status == PENDING]:
+            rejected = self._rejected_without(task, entry)
+            state.record(Failed(uid, member, entry.attempts[member], GROUP_TIMEOUT, text, True, 0.0, rejected))
+        assert self._slots is not None
+        self._slots.cut_group(uid)
+        state.expire_stale()
+        state.changed.notify()
+        self._slots.pump()
 
     def interrupted(self, job: Job, reason: str) -> None:
         """An attempt was cut through no fault of its task: it is queued again, before what is new."""
@@ -306,12 +372,15 @@ class Producer:
         if item is None or item.uid != uid:
             item = self._read(entry)
         state.record(Started(uid, member, attempt, version))
+        task = state.tasks[entry.task]
+        if task.group_timeout is not None:
+            self._deadlines.begin(entry, task.group_timeout)
         return Job(
             item,
             member,
             attempt,
             version,
-            state.tasks[entry.task],
+            task,
             entry.life,
             state.clock.now(),
             _failures=entry.failures[member],

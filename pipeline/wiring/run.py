@@ -244,6 +244,7 @@ class Run:
         if found.recovered.inherited is not None:  # folded already, as the event before it
             writer.writer.append(found.recovered.inherited)
         settle(state, restart)
+        await self._load_for_filters()
         self.producer.requeue_all()
         saver.parent = -1 if found.origin.forked else found.stored.manifest.generation
         saver.journals = found.recovered.positions
@@ -260,6 +261,22 @@ class Run:
         resumed = describe(state, found)
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
+
+    async def _load_for_filters(self) -> None:
+        """Read what has finished of groups that a filter will look at when they are whole; it cannot wait then."""
+        state, reader = self.state, self.consumer.reader
+        assert reader is not None
+        places = [
+            (uid, member, place)
+            for uid, entry in state.ledger.entries.items()
+            if entry.unsettled and entry.task in state.tasks and state.tasks[entry.task].filter is not None
+            if uid in state.buffer.storage
+            for member, (_, place) in state.buffer.storage.get(uid).items()
+            if place is not None
+        ]
+        blobs = await self.in_thread(lambda: reader.read_many(places))
+        for uid, member, place in places:
+            state.buffer.storage.put(uid, member, blobs[uid, member], place)
 
     async def _fork(self, found: Found, writer: WriterService) -> Found:
         """Copy what another run's state needs into this run's segments."""

@@ -83,6 +83,8 @@ class RunState:
             if became is not None:
                 self.buffer.closed(became.uid)
                 self.buffer.add(became.uid, became.effective)
+            elif event.rejected:  # type: ignore[union-attr]
+                self._forget_ended(event.uid)  # type: ignore[union-attr]
         elif kind is Claimed:
             self.sampler.apply(event)
             self.buffer.opened(event.uid)  # type: ignore[union-attr]

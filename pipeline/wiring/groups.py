@@ -1,0 +1,102 @@
+"""What is decided about whole groups: whether the task's filter keeps one, and when one is late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from pipeline.config import ZeroVariance
+from pipeline.errors import GroupsRejected
+from pipeline.ledger import FINISHED, Entry
+from pipeline.observe import events
+from pipeline.runner.deadlines import TimeLimit
+from pipeline.store.codec import unpack
+from pipeline.task import Task
+from pipeline.wiring.state import RunState
+
+
+class Filters:
+    """Asks the tasks' filters about groups that are whole."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._in_a_row: dict[str, int] = {}
+
+    def rejects(self, task: Task, entry: Entry, last: tuple[int, bytes] | None = None) -> bool:
+        """Whether the group is to be dropped now that its last member has ended.
+
+        Args:
+            task: the group's.
+            entry: the group, as it was before that.
+            last: member and blob of the last one, if it finished.
+
+        Raises:
+            GroupsRejected: the filter raised, or has rejected ``max_rejections`` groups in a row.
+        """
+        finished = entry.members.count(FINISHED) + (last is not None)
+        if task.filter is None or entry.unsettled > 1 or finished < entry.need:
+            return False
+        if self._keeps(task, entry, last):
+            self._in_a_row.pop(task.name, None)
+            return False
+        count = self._in_a_row[task.name] = self._in_a_row.get(task.name, 0) + 1
+        self._state.log.debug(events.GROUP_FILTERED, task=task.name, uid=entry.uid, in_a_row=count)
+        if count >= task.max_rejections:
+            raise GroupsRejected(
+                f"task {task.name!r}: its filter has rejected {count} groups in a row, the last with uid {entry.uid}. "
+                "Loosen the filter, look at the rewards, or raise max_rejections="
+            )
+        return True
+
+    def _keeps(self, task: Task, entry: Entry, last: tuple[int, bytes] | None) -> bool:
+        held: Mapping[int, tuple[Any, Any]] = {}
+        if entry.uid in self._state.buffer.storage:
+            held = self._state.buffer.storage.get(entry.uid)
+        blobs = {member: blob for member, (blob, _) in held.items() if blob is not None}
+        if last is not None:
+            blobs[last[0]] = last[1]
+        rollouts = [unpack(blobs[member], f"payload of uid {entry.uid}")[1] for member in sorted(blobs)]
+        try:
+            if isinstance(task.filter, ZeroVariance):
+                return task.filter([rollout.reward for rollout in rollouts])
+            assert task.filter is not None
+            return bool(task.filter(rollouts))
+        except Exception as error:
+            raise GroupsRejected(f"task {task.name!r}: its filter raised at uid {entry.uid}: {error!r}") from error
+
+
+class Limits(Protocol):
+    """The part of a pool that runs timers."""
+
+    def time_limit(self, timeout: float, cut: Callable[[Any], None]) -> TimeLimit[Any]: ...
+
+
+class GroupDeadlines:
+    """When each group of a task with ``group_timeout=`` is late; a group is named by uid and life."""
+
+    def __init__(self, late: Callable[[int, int], None]) -> None:
+        self.pool: Limits | None = None
+        self._late = late
+        self._limits: dict[float, TimeLimit[tuple[int, int]]] = {}
+        self._begun: dict[tuple[int, int], TimeLimit[tuple[int, int]]] = {}
+
+    def begin(self, entry: Entry, timeout: float) -> None:
+        """Count from now on, unless that has begun already."""
+        key = (entry.uid, entry.life)
+        if key in self._begun or self.pool is None:
+            return
+        limit = self._limits.get(timeout)
+        if limit is None:
+            limit = self._limits[timeout] = self.pool.time_limit(timeout, self._cut)
+        self._begun[key] = limit
+        limit.begin(key)
+
+    def end(self, uid: int, life: int) -> None:
+        """Stop counting; one that was never begun is no error."""
+        limit = self._begun.pop((uid, life), None)
+        if limit is not None:
+            limit.end((uid, life))
+
+    def _cut(self, key: tuple[int, int]) -> None:
+        self._begun.pop(key, None)
+        self._late(*key)
