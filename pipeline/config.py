@@ -165,6 +165,9 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     after_crash: Literal["reuse", "discard"] = "reuse"
     """What a resume does with rollouts that finished after its generation: use them, or set them aside, so that the
     buffer is exactly what it was at the save."""
+    partial: bool = True
+    """Whether a rollout may be made by the weights of several versions. False: a weight update finishes or aborts what
+    runs, what an attempt has kept is not gone on from, and every rollout has one version."""
     max_rerolls: int = 3
     """How often a group that became too old is run again; then it is dropped as expired."""
     max_deaths: int = 3

@@ -244,13 +244,14 @@ class Pipeline:
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def weight_update(self, version: int, running: Running = "keep") -> AsyncIterator[None]:
+    async def weight_update(self, version: int, running: Running | None = None) -> AsyncIterator[None]:
         """Push new weights in the body; no attempt starts meanwhile.
 
         Args:
             version: the trainer's step whose weights they are.
-            running: what becomes of attempts in flight. ``keep``: they go on. ``finish``: the body begins when they
-                have ended. ``abort``: they are cut and run again afterwards; this counts as no failure.
+            running: what becomes of attempts in flight. ``keep``: they go on (the default). ``finish``: the body begins
+                when they have ended (the default with ``partial=False``, which refuses ``keep``). ``abort``: they are
+                cut, and run again afterwards from what they kept with ``ctx.save_partial``; this counts as no failure.
 
         If the body raises, the weights are in doubt, and nothing starts until an update succeeds.
         """

@@ -230,6 +230,22 @@ class Finished(Event, frozen=True, array_like=True, tag="done"):
     """It was the last member of its group, and the task's filter rejected the group."""
 
 
+class PartSaved(Event, frozen=True, array_like=True, tag="part"):
+    """An attempt kept what it had so far: should it be interrupted, the next one goes on from there.
+
+    The payload lies as that of :class:`Finished` does; a later one of the same member replaces it.
+    """
+
+    uid: int
+    member: int
+    attempt: int
+    oldest: int
+    newest: int
+    segment: int = -1
+    offset: int = 0
+    length: int = 0
+
+
 class Dropped(Event, frozen=True, array_like=True, tag="drop"):
     """An item leaves for good: failed, quarantined, filtered, expired, evicted or discarded."""
 
@@ -332,6 +348,7 @@ AnyEvent: TypeAlias = (
     | Mixed
     | Closed
     | Inherited
+    | PartSaved
 )
 
 DROP_REASONS = ("failed", "quarantined", "filtered", "expired", "evicted", "discarded")

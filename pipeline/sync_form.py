@@ -170,7 +170,7 @@ class SyncPipeline:
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     @contextmanager
-    def weight_update(self, version: int, running: Running = "keep") -> Iterator[None]:
+    def weight_update(self, version: int, running: Running | None = None) -> Iterator[None]:
         """See :meth:`pipeline.Pipeline.weight_update`."""
         self._do(self._run.require_open)
         self._call(self._run.weights.begin, version, running)

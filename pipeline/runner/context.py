@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from pipeline.records import Item
+from pipeline.records import Item, Rollout
+from pipeline.store.codec import unpack
 
 
 class Slots(Protocol):
@@ -27,6 +28,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     run: str = ""
     version_now: Callable[[], int] | None = None
     slots: Slots | None = None
+    save_partial: Callable[[Any, Rollout], None] | None = None
 
 
 class _Defaults(msgspec.Struct, kw_only=True, eq=False):
@@ -36,6 +38,8 @@ class _Defaults(msgspec.Struct, kw_only=True, eq=False):
     _failures: int = 0
     _run: RunFacts = RunFacts()
     _rng: np.random.Generator | None = None
+    _part: bytes | None = None
+    _oldest: int | None = None
 
 
 class Context(_Defaults, eq=False):
@@ -81,6 +85,28 @@ class Context(_Defaults, eq=False):
         """Whether the weights have been updated since this attempt started."""
         now = self._run.version_now
         return now is not None and now() != self.version
+
+    @property
+    def partial(self) -> Rollout | None:
+        """What an earlier attempt at this member kept before it was interrupted, or None; a fresh copy each time.
+
+        Its ``oldest`` and ``newest`` say which weights made it. The rollout that is returned counts as old as that,
+        unless it names its own versions.
+        """
+        return None if self._part is None else unpack(self._part, f"partial of uid {self.item.uid}")[1]
+
+    def save_partial(self, rollout: Rollout) -> None:
+        """Keep what there is so far: an attempt that is interrupted (a weight update, a crash) is gone on with.
+
+        Written like a finished rollout, beside the event loop; a later call replaces it. With ``partial=False`` nothing
+        is kept. For versions by token put them in a tensor beside the tokens.
+
+        Raises:
+            RolloutInvalid: it cannot be stored.
+        """
+        save = self._run.save_partial
+        if save is not None:
+            save(self, rollout)
 
     def scoring(self) -> AbstractAsyncContextManager[None]:
         """Give the slot back while a judge works; it is waited for again at the end.

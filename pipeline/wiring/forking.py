@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline.buffer.partials import Partials
 from pipeline.ledger import Ledger
 from pipeline.records import Location, Opened
 from pipeline.sampler import DrawPlan, Sampler
@@ -64,6 +65,5 @@ def forked(
     ledger.apply(inherited)
     sampler.apply(inherited)
     ledger.restore(half)
-    return recovered._replace(
-        ledger=ledger, sampler=sampler, places=places, positions=[], inherited=inherited, set_aside=0
-    )
+    recovered = recovered._replace(ledger=ledger, sampler=sampler, places=places, inherited=inherited)
+    return recovered._replace(positions=[], set_aside=0, partials=Partials())

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Awaitable
 from typing import Protocol
 
-from pipeline.buffer.staleness import admissible
+from pipeline.buffer.staleness import admissible, floor
 from pipeline.errors import ForebayError, GroupsRejected, RolloutFailed, RolloutInvalid, SourceError
-from pipeline.ledger import BUFFERED, LEASED, PENDING, RUNNING, WAITING, Entry
+from pipeline.ledger import BUFFERED, IN_FLIGHT, LEASED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
-from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, Rollout, Started
+from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, PartSaved, Rollout, Started
 from pipeline.runner.context import RunFacts, Slots
 from pipeline.runner.policies import Verdict, after_failure, check_rollout
 from pipeline.runner.pool import GROUP_TIMEOUT, Job
@@ -151,7 +151,9 @@ class Producer:
             if fault is not None:
                 self.failed(job, ValueError(f"{job.item}: {fault}"), "not finite")
                 return
-            oldest = job.version if rollout.oldest is None else rollout.oldest
+            oldest = rollout.oldest
+            if oldest is None:  # what it went on from was made by older weights, perhaps
+                oldest = job.version if job._oldest is None else job._oldest
             newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
             blob = pack(
                 rollout, job.item, member=job.member, attempt=job.attempt, life=job.life, versions=(oldest, newest)
@@ -375,7 +377,7 @@ class Producer:
         task = state.tasks[entry.task]
         if task.group_timeout is not None:
             self._deadlines.begin(entry, task.group_timeout)
-        return Job(
+        job = Job(
             item,
             member,
             attempt,
@@ -386,11 +388,47 @@ class Producer:
             _failures=entry.failures[member],
             _run=self._facts or self._gather_facts(),
         )
+        if state.partials:
+            self._go_on(job)
+        return job
 
     def _gather_facts(self) -> RunFacts:
         state = self._state
-        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self.slots)
+        keep = self._save_partial if state.options.partial else None
+        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self.slots, keep)
         return self._facts
+
+    def _go_on(self, job: Job) -> None:
+        """Give the attempt what an earlier one kept, unless that is too old to be trained by now."""
+        state = self._state
+        part = state.partials.get(job.item.uid, job.member)
+        if part is None:
+            return
+        least = floor(state.ledger.next_step, state.options.max_staleness)
+        if least is not None and part.oldest < least:
+            state.partials.discard(job.item.uid, job.member)
+        else:
+            job._part, job._oldest = part.blob, min(part.oldest, job.version)
+
+    def _save_partial(self, job: Job, rollout: Rollout) -> None:
+        """Keep what an attempt has so far."""
+        state = self._state
+        entry = state.ledger.entries.get(job.item.uid)
+        if entry is None or entry.life != job.life or entry.members[job.member] != IN_FLIGHT:
+            return  # its attempt is over
+        check_rollout(rollout, job.item)
+        oldest = rollout.oldest
+        if oldest is None:
+            oldest = job.version if job._oldest is None else job._oldest
+        newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
+        blob = pack(rollout, job.item, member=job.member, attempt=job.attempt, life=job.life, versions=(oldest, newest))
+        segment, offset = -1, 0
+        if state.writer is not None:
+            location = state.writer.writer.place(blob, job.item.uid, job.member, job.life)
+            segment, offset = location.segment, location.offset
+        event = PartSaved(job.item.uid, job.member, job.attempt, oldest, newest, segment, offset, len(blob))
+        state.record(event)
+        state.partials.apply(state.incarnation, state.options.rank, event, blob)
 
     def _version_now(self) -> int:
         return self._state.version

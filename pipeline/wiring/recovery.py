@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.trainer_state import read_state
@@ -44,6 +45,8 @@ class Recovered(NamedTuple):
     events: int
     positions: list[JournalPosition]
     """Where the journals ended that were folded: what the next generation counts on."""
+    partials: Partials
+    """What attempts in flight had kept."""
     set_aside: int = 0
     """Events that came after the generation and do not count."""
     inherited: Inherited | None = None
@@ -77,48 +80,80 @@ def recover_run(
     path = os.path.join(stored.folder, PROGRESS_FILE)
     with open(path, "rb") as file:
         progress, unknown = decode_progress(file.read(), path)
+    saved = Saved(layout, stored, plans, run_tag, seed, opened, line, half, progress, unknown)
     if REPLAY_BUFFER in stored.manifest.left_out:
-        return _recover_without_buffer(layout, stored, plans, half, (progress, unknown), run_tag, seed, opened, line)
-    folded = Fold(half, plans, seed=seed, line=stored.manifest, discarded=line.discarded)
-    positions = _fold_journals(layout, stored, folded, run_tag, line.unneeded, torn)
-    ledger = folded.ledger
+        return _recover_without_buffer(saved)
+    return _recover_from_journals(saved, torn)
+
+
+class Saved(NamedTuple):
+    """A generation that was read, and what it is to be continued with."""
+
+    layout: Layout
+    stored: Stored
+    plans: Sequence[DrawPlan]
+    run_tag: int
+    seed: int
+    opened: Opened
+    line: Line
+    half: ConsumerHalf
+    progress: Progress
+    unknown: dict[str, Any]
+
+
+def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] | None) -> Recovered:
+    layout, run_tag, opened, half = saved.layout, saved.run_tag, saved.opened, saved.half
+    manifest = saved.stored.manifest
+    folded = Fold(half, saved.plans, seed=saved.seed, line=manifest, discarded=saved.line.discarded)
+    positions = _fold_journals(layout, saved.stored, folded, run_tag, saved.line.unneeded, torn)
+    ledger, partials = folded.ledger, folded.partials
     ledger.apply(opened)
+    partials.apply(opened.incarnation, opened.rank, opened)
     pending = pending_batches(ledger, ledger.restore(half), folded.hints, half.step)
     kept = {uid: members for uid, members in folded.places.places.items() if uid in ledger.entries}
     _check_payloads(layout, run_tag, ledger, kept)
-    states = _read_states(stored)
+    _read_partials(layout, run_tag, ledger, partials)
     return Recovered(
-        ledger, folded.sampler, progress, unknown, pending, kept, states, folded.events, positions, folded.set_aside
+        ledger,
+        folded.sampler,
+        saved.progress,
+        saved.unknown,
+        pending,
+        kept,
+        _read_states(saved.stored),
+        folded.events,
+        positions,
+        partials,
+        folded.set_aside,
     )
 
 
-def _recover_without_buffer(
-    layout: Layout,
-    stored: Stored,
-    plans: Sequence[DrawPlan],
-    half: ConsumerHalf,
-    saved: tuple[Progress, dict[str, Any]],
-    run_tag: int,
-    seed: int,
-    opened: Opened,
-    line: Line,
-) -> Recovered:
+def _recover_without_buffer(saved: Saved) -> Recovered:
     """Resume what the generation lists itself: no journal is folded, and none needs to be there."""
-    _check_seed(seed, stored.manifest.options.get("seed", seed))
+    stored, half, line = saved.stored, saved.half, saved.line
+    _check_seed(saved.seed, stored.manifest.options.get("seed", saved.seed))
     listed = read_inherited(os.path.join(stored.folder, PRODUCER_FILE))
-    set_aside, next_uid = _look_beyond(layout, run_tag, line)
+    set_aside, next_uid = _look_beyond(saved.layout, saved.run_tag, line)
     # The journals, where they are, have used more uids; none is ever used twice.
     inherited = msgspec.structs.replace(listed, next_uid=max(listed.next_uid, next_uid))
-    ledger, sampler = Ledger(half), Sampler(plans, seed)
-    ledger.apply(opened)
+    ledger, sampler = Ledger(half), Sampler(saved.plans, saved.seed)
+    ledger.apply(saved.opened)
     ledger.apply(inherited)
     sampler.apply(inherited)
     ledger.restore(half)
-    positions = [
-        JournalPosition(incarnation=incarnation, rank=rank, sequence=last) for incarnation, rank, last in line.discarded
-    ]
     return Recovered(
-        ledger, sampler, *saved, [], {}, _read_states(stored), 0, positions, set_aside, inherited=inherited
+        ledger,
+        sampler,
+        saved.progress,
+        saved.unknown,
+        [],
+        {},
+        _read_states(stored),
+        0,
+        [JournalPosition(incarnation=each[0], rank=each[1], sequence=each[2]) for each in line.discarded],
+        Partials(),
+        set_aside,
+        inherited,
     )
 
 
@@ -194,6 +229,7 @@ class Fold:
         """
         self.ledger, self.sampler = Ledger(half), Sampler(plans, seed)
         self.places = PayloadPlaces(places={})
+        self.partials = Partials()
         self.hints: list[BatchHint] = []
         """The batches that the generation's own line handed out after it. The line is what the incarnation that
         committed the generation did next; others are abandoned, and their hints ignored."""
@@ -219,6 +255,7 @@ class Fold:
         self.ledger.apply(event)
         self.sampler.apply(event)
         self.places.apply(incarnation, rank, event)
+        self.partials.apply(incarnation, rank, event)
         if type(event) is BatchHint and incarnation == self._incarnation and sequence > self._from(incarnation, rank):
             self.hints.append(event)
 
@@ -274,6 +311,19 @@ def _check_attached(stored: Stored, attached: Sequence[str]) -> None:
     raise UsageError(
         f"generation {stored.manifest.generation}: {'; '.join(facts)}. Before resume(), attach() what was attached then"
     )
+
+
+def _read_partials(layout: Layout, run_tag: int, ledger: Ledger, partials: Partials) -> None:
+    """Read what attempts had kept: few, and needed as soon as their members start."""
+    wanted = []
+    for uid, member, part in partials.items():
+        if uid not in ledger.entries or part.location is None:
+            partials.discard(uid, member)
+        else:
+            wanted.append((uid, member, part.location))
+    blobs = PayloadReader(layout, run_tag).read_many(wanted)
+    for uid, member, part in partials.items():
+        part.blob = blobs[uid, member]
 
 
 def _check_payloads(layout: Layout, run_tag: int, ledger: Ledger, places: Mapping[int, Mapping[int, Location]]) -> None:

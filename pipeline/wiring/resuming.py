@@ -144,6 +144,8 @@ def adopt(state: RunState, found: Found) -> None:
     for field in recovered.unknown:
         state.log.warning(events.PROGRESS_UNKNOWN_FIELD, field=field)
     state.rebuild(recovered.ledger, recovered.sampler, recovered.pending)
+    if state.options.partial:
+        state.partials = recovered.partials
     state.version = found.stored.manifest.step
     for name in recovered.ledger.totals:
         if name not in state.tasks:

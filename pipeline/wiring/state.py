@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from pipeline.buffer import GroupBuffer
+from pipeline.buffer.partials import Partials
 from pipeline.buffer.staleness import floor
 from pipeline.clock import Clock
 from pipeline.config import PipelineOptions
@@ -39,6 +40,7 @@ class RunState:
         self.ledger = Ledger()
         self.sampler = Sampler(list(self.plans.values()), options.seed)
         self.buffer = self._new_buffer()
+        self.partials = Partials()
         self.progress = Progress()
         self.unknown_progress: dict[str, object] = {}
         self.pending: deque[Lease] = deque()
@@ -75,6 +77,8 @@ class RunState:
     def apply(self, event: AnyEvent) -> Entry | None:
         """Apply an event to every component: the path that life and recovery share."""
         kind = type(event)
+        if self.partials:
+            self.partials.apply(self.incarnation, self.options.rank, event)
         handler = self.ledger.handlers.get(kind)
         became = None if handler is None else handler(event)
         if kind is Started:  # half of all events, and the ledger's business alone

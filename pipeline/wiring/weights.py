@@ -54,8 +54,10 @@ class Weights:
             self._producer.paused = False
             self._pool().pump()
 
-    async def begin(self, version: int, running: Running) -> None:
-        """Stop starting attempts, and treat those in flight as told."""
+    async def begin(self, version: int, running: Running | None) -> None:
+        """Stop starting attempts, and treat those in flight as told; None: as ``partial=`` allows."""
+        if running is None:
+            running = "keep" if self._state.options.partial else "finish"
         if self._updating:
             raise UsageError("a weight_update is open already")
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
@@ -66,6 +68,10 @@ class Weights:
             )
         if running not in ("keep", "finish", "abort"):
             raise ConfigError.of("running", running, "'keep', 'finish' or 'abort' is needed")
+        if running == "keep" and not self._state.options.partial:
+            raise ConfigError.of(
+                "running", running, "with partial=False a rollout has one version: 'finish' or 'abort' what runs"
+            )
         self._updating = True
         self._producer.paused = True
         try:

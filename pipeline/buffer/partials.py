@@ -1,0 +1,84 @@
+"""What attempts have kept of their work so far: where an interrupted one goes on.
+
+Folded from the events as everything is: what a member kept stays until it finishes, fails, or its group ends or begins
+anew. A failure lets it go, since the next attempt may fail in the same way; an interruption does not.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeline.records import (
+    AnyEvent,
+    Dropped,
+    Failed,
+    Finished,
+    Inherited,
+    Location,
+    Opened,
+    PartSaved,
+    Reopened,
+)
+
+
+class Part(msgspec.Struct):
+    """A member's part: its blob, if it is in memory, where it lies, and the oldest weights that made some of it."""
+
+    oldest: int
+    attempt: int
+    location: Location | None
+    blob: bytes | None = None
+
+
+class Partials:
+    """Parts by uid and member."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[int, Part]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts.values()))
+
+    def get(self, uid: int, member: int) -> Part | None:
+        """Return what a member has kept, or None."""
+        return self._parts.get(uid, {}).get(member)
+
+    def items(self) -> list[tuple[int, int, Part]]:
+        """Return uid, member and part of each."""
+        return [(uid, member, part) for uid, parts in self._parts.items() for member, part in parts.items()]
+
+    def discard(self, uid: int, member: int) -> None:
+        """Forget what a member has kept, if it has."""
+        parts = self._parts.get(uid)
+        if parts is not None:
+            parts.pop(member, None)
+            if not parts:
+                del self._parts[uid]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._parts.clear()
+
+    def apply(self, incarnation: int, rank: int, event: AnyEvent, blob: bytes | None = None) -> None:
+        """Take in an event of a journal; ``blob`` is the part itself, in life."""
+        kind = type(event)
+        if kind is PartSaved:
+            at = Location(incarnation, rank, event.segment, event.offset, event.length) if event.segment >= 0 else None  # type: ignore[union-attr]
+            part = Part(event.oldest, event.attempt, at, blob)  # type: ignore[union-attr]
+            self._parts.setdefault(event.uid, {})[event.member] = part  # type: ignore[union-attr]
+        elif not self._parts:
+            return
+        elif kind is Finished or kind is Failed:
+            self.discard(event.uid, event.member)  # type: ignore[union-attr]
+        elif kind is Reopened or kind is Dropped:
+            self._parts.pop(event.uid, None)  # type: ignore[union-attr]
+        elif kind is Opened:  # old versions are no newer than what was restored
+            for parts in self._parts.values():
+                for part in parts.values():
+                    part.oldest = min(part.oldest, event.version)  # type: ignore[union-attr]
+        elif kind is Inherited:
+            for item in event.items:  # type: ignore[union-attr]
+                self._parts.pop(item.uid, None)
