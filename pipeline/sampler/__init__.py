@@ -3,3 +3,5 @@
 from pipeline.sampler.progress import Progress as Progress
 from pipeline.sampler.sampler import DrawPlan as DrawPlan
 from pipeline.sampler.sampler import Sampler as Sampler
+from pipeline.sampler.xtuner import ImportedProgress as ImportedProgress
+from pipeline.sampler.xtuner import read_xtuner_progress as read_xtuner_progress
