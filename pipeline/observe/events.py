@@ -58,6 +58,8 @@ JOURNAL_TORN: Final = "journal.torn"
 
 SOURCE_CHANGED: Final = "source.changed"
 """warning. A source grew, or rows of it were corrected. task, before, after."""
+TASK_CHANGED: Final = "task.changed"
+"""warning. A task, or an option of the run, is not what the generation was saved with. what, before, now."""
 TASK_MISSING: Final = "task.missing"
 """warning. The saved run has a task that this one has not; its counts are kept. task."""
 PROGRESS_UNKNOWN_FIELD: Final = "progress.unknown_field"

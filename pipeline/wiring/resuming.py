@@ -10,7 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, choose, find_generations
-from pipeline.errors import Damaged, StoreError
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.ledger import BUFFERED, WAITING
 from pipeline.observe import events
 from pipeline.records import Dropped, EpochBegan, Opened
@@ -21,6 +22,9 @@ from pipeline.wiring.folder import RunFolder
 from pipeline.wiring.lines import NOTHING, find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
+
+_MATTERS = ("batch_groups", "capacity", "max_staleness", "order", "partial", "selector", "strategy")
+"""Options of the run whose change is worth a word: what batches are made of hangs on them."""
 
 
 class Resumed(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,8 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """Items that were in flight, and are run again first."""
     repeated: int = 0
     """Batches that were handed out after the generation, and are handed out again."""
+    changed: dict[str, str] = {}
+    """What is not as it was saved: ``{"tasks.math.share": "1.0 -> 3.0"}``. It is honoured from the next draw."""
     set_aside: int = 0
     """Events of after the generation that do not count, by ``after_crash="discard"`` or for want of the buffer."""
 
@@ -126,8 +132,41 @@ def opening(state: RunState, generation: int, step: int) -> Opened:
     )
 
 
+def changes(state: RunState, manifest: Manifest) -> dict[str, str]:
+    """Return what the run was saved with and now has otherwise, as far as it matters for what is made."""
+    found: dict[str, str] = {}
+    options = state.options.to_dict()
+    for name in _MATTERS:
+        before, now = manifest.options.get(name, options[name]), options[name]
+        if before != now:
+            found[name] = f"{before} -> {now}"
+    for task in sorted(state.tasks.keys() | manifest.tasks.keys()):
+        if task not in state.tasks or task not in manifest.tasks:
+            found[f"tasks.{task}"] = "gone" if task not in state.tasks else "new"
+            continue
+        described, saved = state.tasks[task].describe(), manifest.tasks[task]
+        for name, now in described.items():
+            if name != "source" and name in saved and saved[name] != now:
+                found[f"tasks.{task}.{name}"] = f"{saved[name]} -> {now}"
+    return found
+
+
+def _check_order(state: RunState, found: Found, restart: Sequence[str]) -> None:
+    """Refuse another order in the midst of an epoch: items would be left out, and others come twice."""
+    for name, task in state.tasks.items():
+        saved, cursor = found.stored.manifest.tasks.get(name, {}), found.recovered.sampler.cursors[name]
+        before = saved.get("shuffle", task.shuffle)
+        if before != task.shuffle and name not in restart and cursor.length > 0 and not cursor.at_end:
+            raise UsageError(
+                f"task {name!r}: shuffle={task.shuffle}, and the run was begun with shuffle={before}: epoch "
+                f"{cursor.epoch} is drawn up to item {cursor.position} of {cursor.length} in that order. Use "
+                f"shuffle={before} until it has ended, or resume(restart=[{name!r}]) to begin the task anew."
+            )
+
+
 def check_sources(state: RunState, found: Found, restart: Sequence[str]) -> None:
-    """Refuse another source than the run's, before anything is changed."""
+    """Refuse another source than the run's, or another order of it, before anything is changed."""
+    _check_order(state, found, restart)
     plans = {name: plan for name, plan in state.plans.items() if name not in restart}
     for task, before, now in check_marks(found.recovered.sampler, plans):
         state.log.warning(events.SOURCE_CHANGED, task=task, before=str(before), after=str(now))
@@ -150,6 +189,9 @@ def adopt(state: RunState, found: Found) -> None:
     for name in recovered.ledger.totals:
         if name not in state.tasks:
             state.log.warning(events.TASK_MISSING, task=name)
+    for what, how in changes(state, found.stored.manifest).items():
+        before, _, now = how.rpartition(" -> ")
+        state.log.warning(events.TASK_CHANGED, what=what, before=before, now=now)
 
 
 def settle(state: RunState, restart: Sequence[str]) -> None:
@@ -176,5 +218,6 @@ def describe(state: RunState, found: Found) -> Resumed:
         buffered=state.ledger.count(BUFFERED),
         waiting=state.ledger.count(WAITING),
         repeated=len(state.pending),
+        changed=changes(state, found.stored.manifest),
         set_aside=found.recovered.set_aside,
     )
