@@ -16,7 +16,7 @@ import msgspec
 
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.errors import Damaged, ForebayError
-from pipeline.ledger import Ledger
+from pipeline.ledger import BUFFERED, FINISHED, LEASED, Ledger, TaskTotals
 from pipeline.records import Inherited, Location, Opened
 from pipeline.sampler import Sampler
 from pipeline.store.journal import read_journal
@@ -132,7 +132,20 @@ def inherit(ledger: Ledger, sampler: Sampler, places: Mapping[int, Mapping[int, 
         },
         dict(sampler.mixture.shares),
         dict(sampler.mixture.drawn),
-        {name: msgspec.to_builtins(totals) for name, totals in ledger.totals.items()},
+        {name: msgspec.to_builtins(totals) for name, totals in _totals(ledger, anew=places is None).items()},
         ledger.dropped.ranges(),
         ledger.next_uid,
     )
+
+
+def _totals(ledger: Ledger, *, anew: bool) -> dict[str, TaskTotals]:
+    """Counts for life; ``anew``: less what will be produced a second time, so that they agree with what is trained."""
+    totals = {name: msgspec.structs.replace(each) for name, each in ledger.totals.items()}
+    for entry in ledger.entries.values() if anew else ():
+        task, finished = totals[entry.task], entry.members.count(FINISHED)
+        task.produced -= entry.state in (BUFFERED, LEASED)
+        task.finished -= finished
+        task.reward_count -= finished
+        task.reward_sum -= entry.rewards
+        task.tokens -= entry.tokens
+    return totals

@@ -18,6 +18,7 @@ from pipeline.checkpoint.generations import GenerationWriter, Stored, find_gener
 from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.errors import ForebayError, WriteFailed
+from pipeline.ledger import TaskTotals
 from pipeline.observe import events
 from pipeline.sampler.progress import encode_progress, rolled_back
 from pipeline.store.files import FilesLike
@@ -28,7 +29,7 @@ from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
 from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, encode_inherited, inherit
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
-from pipeline.wiring.state import RunState
+from pipeline.wiring.state import RunState, window_marks
 
 
 class Saving:
@@ -159,8 +160,10 @@ class Saver:
         capture.states = list(states)
         half, progress = state.consumer_half(), state.refresh_progress()
         if not replay_buffer:
-            half.leases, progress = [], rolled_back(progress, state.marks())
-            capture.small[PRODUCER_FILE] = encode_inherited(inherit(state.ledger, state.sampler))
+            inherited = inherit(state.ledger, state.sampler)
+            marks = {name: window_marks(msgspec.convert(each, TaskTotals)) for name, each in inherited.totals.items()}
+            half.leases, progress = [], rolled_back(progress, marks)
+            capture.small[PRODUCER_FILE] = encode_inherited(inherited)
         capture.small[CONSUMER_FILE] = msgspec.json.format(msgspec.json.encode(half)) + b"\n"
         capture.small[PROGRESS_FILE] = encode_progress(progress, state.unknown_progress)
         return capture

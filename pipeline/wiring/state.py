@@ -154,17 +154,16 @@ class RunState:
 
     def mark_window(self) -> None:
         """Begin the counts since the last batch anew."""
-        self.progress.window_marks = self.marks()
-
-    def marks(self) -> dict[str, list[float]]:
-        """Return the lifetime totals that windows are counted from."""
-        return {name: _marks(totals) for name, totals in self.ledger.totals.items()}
+        self.progress.window_marks = {name: window_marks(totals) for name, totals in self.ledger.totals.items()}
 
     def refresh_progress(self) -> Progress:
         """Bring the produced side of the progress up to date and return it."""
         progress, totals = self.progress, self.ledger.totals
         window = {
-            name: [now - then for now, then in zip(_marks(each), progress.window_marks.get(name, [0] * 7), strict=True)]
+            name: [
+                now - then
+                for now, then in zip(window_marks(each), progress.window_marks.get(name, [0] * 7), strict=True)
+            ]
             for name, each in totals.items()
         }
         progress.produced_samples = {name: int(each[0]) for name, each in window.items()}
@@ -222,7 +221,8 @@ class RunState:
         return half
 
 
-def _marks(totals: TaskTotals) -> list[float]:
+def window_marks(totals: TaskTotals) -> list[float]:
+    """Return the lifetime totals that the counts since the last batch begin from."""
     return [
         totals.produced,
         totals.tokens,

@@ -83,6 +83,8 @@ class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Mean tokens of the rollouts that finished."""
     trained_length: float | None
     """Mean tokens of the rollouts that were trained."""
+    reward_mean: float | None
+    """Mean reward of the rollouts that finished; None before the first."""
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +148,7 @@ def _task(counts: Sequence[int], totals: TaskTotals) -> TaskStatistics:
         totals=msgspec.structs.replace(totals, dropped=dict(totals.dropped)),
         source_length=totals.tokens / totals.finished if totals.finished else None,
         trained_length=totals.trained_tokens / totals.trained_rollouts if totals.trained_rollouts else None,
+        reward_mean=totals.reward_sum / totals.reward_count if totals.reward_count else None,
     )
 
 
