@@ -34,33 +34,31 @@ class Partials:
     """Parts by uid and member."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, Part]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
+        self.by_uid: dict[int, dict[int, Part]] = {}
+        """To be looked at only: mostly it is empty, and then nothing needs to be done for an event."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts.values()))
+        return sum(map(len, self.by_uid.values()))
 
     def get(self, uid: int, member: int) -> Part | None:
         """Return what a member has kept, or None."""
-        return self._parts.get(uid, {}).get(member)
+        return self.by_uid.get(uid, {}).get(member)
 
     def items(self) -> list[tuple[int, int, Part]]:
         """Return uid, member and part of each."""
-        return [(uid, member, part) for uid, parts in self._parts.items() for member, part in parts.items()]
+        return [(uid, member, part) for uid, parts in self.by_uid.items() for member, part in parts.items()]
 
     def discard(self, uid: int, member: int) -> None:
         """Forget what a member has kept, if it has."""
-        parts = self._parts.get(uid)
+        parts = self.by_uid.get(uid)
         if parts is not None:
             parts.pop(member, None)
             if not parts:
-                del self._parts[uid]
+                del self.by_uid[uid]
 
     def clear(self) -> None:
         """Forget everything."""
-        self._parts.clear()
+        self.by_uid.clear()
 
     def apply(self, incarnation: int, rank: int, event: AnyEvent, blob: bytes | None = None) -> None:
         """Take in an event of a journal; ``blob`` is the part itself, in life."""
@@ -68,17 +66,17 @@ class Partials:
         if kind is PartSaved:
             at = Location(incarnation, rank, event.segment, event.offset, event.length) if event.segment >= 0 else None  # type: ignore[union-attr]
             part = Part(event.oldest, event.attempt, at, blob)  # type: ignore[union-attr]
-            self._parts.setdefault(event.uid, {})[event.member] = part  # type: ignore[union-attr]
-        elif not self._parts:
+            self.by_uid.setdefault(event.uid, {})[event.member] = part  # type: ignore[union-attr]
+        elif not self.by_uid:
             return
         elif kind is Finished or kind is Failed:
             self.discard(event.uid, event.member)  # type: ignore[union-attr]
         elif kind is Reopened or kind is Dropped:
-            self._parts.pop(event.uid, None)  # type: ignore[union-attr]
+            self.by_uid.pop(event.uid, None)  # type: ignore[union-attr]
         elif kind is Opened:  # old versions are no newer than what was restored
-            for parts in self._parts.values():
+            for parts in self.by_uid.values():
                 for part in parts.values():
                     part.oldest = min(part.oldest, event.version)  # type: ignore[union-attr]
         elif kind is Inherited:
             for item in event.items:  # type: ignore[union-attr]
-                self._parts.pop(item.uid, None)
+                self.by_uid.pop(item.uid, None)

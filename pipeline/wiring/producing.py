@@ -388,7 +388,7 @@ class Producer:
             _failures=entry.failures[member],
             _run=self._facts or self._gather_facts(),
         )
-        if state.partials:
+        if state.partials.by_uid:
             self._go_on(job)
         return job
 

@@ -37,6 +37,9 @@ class RunState:
         self.log = logger(self.context)
         self.clock = Clock(time.monotonic, time.time)
         """The event loop's, once the run is open."""
+        self.in_draw_order = options.order == "strict" or options.strategy == "synchronous"
+        """Whether batches are made in draw order. A synchronous batch waits for all its groups anyway: in draw order it
+        does not tell which of them a crash delayed."""
         self.ledger = Ledger()
         self.sampler = Sampler(list(self.plans.values()), options.seed)
         self.buffer = self._new_buffer()
@@ -77,7 +80,7 @@ class RunState:
     def apply(self, event: AnyEvent) -> Entry | None:
         """Apply an event to every component: the path that life and recovery share."""
         kind = type(event)
-        if self.partials:
+        if self.partials.by_uid:
             self.partials.apply(self.incarnation, self.options.rank, event)
         handler = self.ledger.handlers.get(kind)
         became = None if handler is None else handler(event)
@@ -85,13 +88,15 @@ class RunState:
             return None
         if kind is Finished:
             if became is not None:
-                self.buffer.closed(became.uid)
+                if self.in_draw_order:
+                    self.buffer.closed(became.uid)
                 self.buffer.add(became.uid, became.effective)
             elif event.rejected:  # type: ignore[union-attr]
                 self._forget_ended(event.uid)  # type: ignore[union-attr]
         elif kind is Claimed:
             self.sampler.apply(event)
-            self.buffer.opened(event.uid)  # type: ignore[union-attr]
+            if self.in_draw_order:
+                self.buffer.opened(event.uid)  # type: ignore[union-attr]
         elif kind is Dropped or kind is Failed:
             self._forget_ended(event.uid)  # type: ignore[union-attr]
         elif kind is Reopened:
@@ -116,12 +121,6 @@ class RunState:
         if self.failure is None:
             self.failure = error
         self.changed.notify()
-
-    @property
-    def in_draw_order(self) -> bool:
-        """Whether batches are made in draw order. A synchronous batch waits for all its groups anyway: in draw order
-        it does not tell which of them a crash delayed."""
-        return self.options.order == "strict" or self.options.strategy == "synchronous"
 
     @property
     def outstanding(self) -> int:

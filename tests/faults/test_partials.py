@@ -210,7 +210,7 @@ class TestOff:
                 assert group.rollouts[0]["versions"].tolist() == [1] * TOKENS
                 assert (group.oldest, group.newest) == (1, 1)
                 assert group.rollouts[0].info == {"attempt": 2, "from": None}
-            assert not pipe._run.state.partials
+            assert not pipe._run.state.partials.by_uid
 
     async def test_keeping_what_runs_is_refused(self) -> None:
         async with pipeline(task(Writer()), partial=False) as pipe:
