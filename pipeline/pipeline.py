@@ -23,7 +23,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 
@@ -58,7 +58,7 @@ class Pipeline:
         options: a :class:`~pipeline.PipelineOptions` or a mapping of plain values.
         engine: where attempts run; this process if left out.
         files: the file layer, for tests.
-        inline: write on the event loop, for tests on a virtual clock.
+        inline: write on the event loop, for tests on a virtual clock; ``"eager"``: each event at once.
         **more: single options; they win over ``options``.
 
     Raises:
@@ -72,7 +72,7 @@ class Pipeline:
         *,
         engine: Engine | None = None,
         files: FilesLike | None = None,
-        inline: bool = False,
+        inline: bool | Literal["eager"] = False,
         **more: Any,
     ) -> None:
         given = [tasks] if isinstance(tasks, Task) else list(tasks) if isinstance(tasks, Sequence) else []

@@ -26,13 +26,14 @@ RunBlocking = Callable[[Callable[[], T]], Awaitable[T]]
 class WriterService:
     """Drives a writer from the event loop."""
 
-    def __init__(self, writer: StoreWriter, *, inline: bool = False) -> None:
+    def __init__(self, writer: StoreWriter, *, inline: bool = False, eager: bool = False) -> None:
         """Args:
         writer: what to drive.
         inline: write on the loop itself. For tests on a virtual clock, which leaps while a thread is busy.
+        eager: and each event at once, in a record of its own: for tests that cut the run at every event.
         """
         self.writer = writer
-        self._inline = inline
+        self._inline, self._eager = inline, eager
         self._threads = anyio.CapacityLimiter(1)
         self._lock = anyio.Lock(fast_acquire=True)
         self._parked: anyio.Event | None = None
@@ -43,6 +44,11 @@ class WriterService:
 
     def notify(self) -> None:
         """Wake the writing task, after something was appended."""
+        if self._eager and not self._taken:
+            self._taken.append(self.writer.take())
+            self._write_taken()
+            self.writer.done(self._written.popleft())
+            return
         if self._parked is not None:
             self._parked.set()
             self._parked = None

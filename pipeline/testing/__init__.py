@@ -1,3 +1,10 @@
-"""For tests of code that uses the library, and of the library itself: a virtual clock and fakes. Public."""
+"""For tests of code that uses the library, and of the library itself: a virtual clock, faults and fakes. Public."""
 
 from pipeline.testing.clock import VirtualClockLoop as VirtualClockLoop
+from pipeline.testing.exact import Report as Report
+from pipeline.testing.exact import assert_exact_resume as assert_exact_resume
+from pipeline.testing.fakes import FakeTrainer as FakeTrainer
+from pipeline.testing.fakes import Numbers as Numbers
+from pipeline.testing.fakes import item_key as item_key
+from pipeline.testing.recording import RecordingFiles as RecordingFiles
+from pipeline.testing.recording import Replay as Replay

@@ -3,11 +3,7 @@
 When nothing is ready to run, time jumps to the next timer. It also leaps while a worker thread is busy, so a test on
 this loop uses no threads: open a pipeline with ``inline=True``, and in memory or over a small directory.
 
-In a pytest-asyncio suite, mark the test ``virtual_time`` and choose the loop in ``conftest.py``::
-
-    def pytest_asyncio_loop_factories(config, item):
-        virtual = item.get_closest_marker("virtual_time")
-        return {"virtual": VirtualClockLoop} if virtual else {"asyncio": asyncio.new_event_loop}
+In a pytest-asyncio suite :mod:`pipeline.testing.plugin` gives it to the tests that are marked ``virtual_time``.
 """
 
 from __future__ import annotations

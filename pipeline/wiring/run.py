@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 import anyio.abc
@@ -65,7 +65,7 @@ class Run:
         *,
         files: FilesLike | None = None,
         engine: Engine | None = None,
-        inline: bool = False,
+        inline: bool | Literal["eager"] = False,
     ) -> None:
         self.options = options
         self.state = RunState(tasks, options)
@@ -76,7 +76,7 @@ class Run:
         self.started = False
         self._files = files or OsFiles()
         self._engine = engine or LocalEngine()
-        self._inline = inline
+        self._inline, self._eager = bool(inline), inline == "eager"
         self._folder = RunFolder(options.directory, self._files) if options.directory is not None else None
         self._saver = Saver(self.state, self._files, self._folder.layout, self.in_thread) if self._folder else None
         self._supervisor: Supervisor | None = None
@@ -302,7 +302,7 @@ class Run:
                 queue_bytes=options.write_queue_bytes,
             )
         )
-        self.state.writer = WriterService(writer, inline=self._inline)
+        self.state.writer = WriterService(writer, inline=self._inline, eager=self._eager)
         self.state.writing = options.durability != "none"
         writer.append(opened)
         if apply:

@@ -1,0 +1,170 @@
+"""Cuts a run at every event, resumes each, and compares with the run that was not cut."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import anyio
+
+from pipeline.buffer import Group
+from pipeline.pipeline import Pipeline
+from pipeline.testing.fakes import FakeTrainer, item_key
+from pipeline.testing.recording import Change, RecordingFiles, Replay
+
+
+class MakePipeline(Protocol):
+    """Builds a fresh pipeline; hands ``how`` on to it: directory, file layer, and how it writes."""
+
+    def __call__(self, **how: Any) -> Pipeline: ...
+
+
+class Report(NamedTuple):
+    """What :func:`assert_exact_resume` did."""
+
+    changes: int
+    """Calls that changed the folder in the run that was not cut: every event, and every step of a commit."""
+    cuts: int
+    """At how many of them the run was cut and resumed."""
+    exact: bool
+    """Whether whole batches had to be equal, or the trained items alone."""
+
+
+class Script(NamedTuple):
+    """How the trainer behaves."""
+
+    groups: int
+    until: int | None
+    save_every: int
+    train_seconds: float
+    key: Callable[[Group], Any]
+
+
+async def assert_exact_resume(
+    make_pipeline: MakePipeline,
+    *,
+    groups: int,
+    until: int | None = None,
+    save_every: int = 2,
+    train_seconds: float = 0.5,
+    most: int = 300,
+    seed: int = 0,
+    key: Callable[[Group], Any] = item_key,
+) -> Report:
+    """Assert that a run which is killed at any event goes on as if it had not been.
+
+    The run is made once from beginning to end, and then again from what ``kill -9`` would have left after each change
+    of its folder: each event is written on its own, so every event is one. Up to ``most`` cuts are made at every one of
+    them, beyond that at a sample. With ``strategy="synchronous"`` and with ``order="strict"`` the batches before and
+    after a cut must be those of the unbroken run, one by one and in order; otherwise restarted attempts end at other
+    times, and what must be equal is the multiset of trained items, with every bound kept.
+
+    ::
+
+        @pytest.mark.virtual_time
+        async def test_my_task_survives():
+            await assert_exact_resume(lambda **how: Pipeline(my_task(), order="strict", **how), groups=4)
+
+    Args:
+        make_pipeline: builds a fresh pipeline, with fresh tasks, and hands on what it is given.
+        groups: groups of a batch.
+        until: the last step; None: as far as the sources reach.
+        save_every: every how many steps the trainer saves.
+        train_seconds: how long a step takes, in virtual seconds.
+        most: cuts at the most.
+        seed: chooses the sample when there are more.
+        key: what is compared of a group.
+
+    Raises:
+        AssertionError: a resumed run differs; says where it was cut and in what it differs.
+    """
+    return await _cut_and_compare(make_pipeline, Script(groups, until, save_every, train_seconds, key), most, seed)
+
+
+async def _cut_and_compare(make_pipeline: MakePipeline, script: Script, most: int, seed: int) -> Report:
+    with tempfile.TemporaryDirectory(prefix="forebay-exact-") as folder:
+        whole = os.path.join(folder, "whole")
+        files = RecordingFiles(whole)
+        pipe = make_pipeline(directory=whole, files=files, inline="eager", watchdog=None)
+        expected = await _run(pipe, script)
+        exact = pipe.options.strategy == "synchronous" or pipe.options.order == "strict"
+        changes = list(files.changes)
+        cuts = _choose(len(changes), most, seed)
+        replay = Replay(os.path.join(folder, "replay"))
+        for cut in cuts:
+            replay.forward(changes, cut)
+            left = replay.copy(os.path.join(folder, f"cut-{cut}"))
+            await _check_cut(make_pipeline, left, script, expected, _Cut(cut, changes, seed), exact)
+    return Report(len(changes), len(cuts), exact)
+
+
+class _Cut(NamedTuple):
+    after: int
+    changes: list[Change]
+    seed: int
+
+    def __str__(self) -> str:
+        last = self.changes[self.after - 1] if self.after else "nothing"
+        return f"cut after change {self.after} of {len(self.changes)} ({last}; seed={self.seed})"
+
+
+def _choose(count: int, most: int, seed: int) -> list[int]:
+    if count + 1 <= most:
+        return list(range(count + 1))
+    return sorted(random.Random(seed).sample(range(count + 1), most))
+
+
+async def _run(pipe: Pipeline, script: Script) -> FakeTrainer:
+    """Train to the end as a script would: resume, publish the weights, start, and save now and then."""
+    trainer = FakeTrainer(script.key)
+    async with pipe:
+        pipe.attach(trainer=trainer)
+        resumed = await pipe.resume()
+        assert resumed.step == len(trainer.batches), f"resumed at step {resumed.step} with other weights"
+        async with pipe.weight_update(version=resumed.version):
+            pass
+        await pipe.start()
+        async for batch in pipe.batches(groups=script.groups, until=script.until):
+            trainer.step(batch)
+            async with pipe.weight_update(version=batch.step):
+                pass
+            await anyio.sleep(script.train_seconds)
+            if batch.step % script.save_every == 0:
+                await pipe.save(batch.step)
+        pipe.ledger.check()
+    bound = pipe.options.max_staleness
+    assert bound is None or trainer.stalest <= bound, f"a batch was {trainer.stalest} steps stale, of {bound} allowed"
+    return trainer
+
+
+async def _check_cut(
+    make_pipeline: MakePipeline, folder: str, script: Script, expected: FakeTrainer, cut: _Cut, exact: bool
+) -> None:
+    pipe = make_pipeline(directory=folder, files=RecordingFiles(folder), inline=True, watchdog=None)
+    try:
+        found = await _run(pipe, script)
+    except Exception as error:
+        raise AssertionError(f"{cut}: the resumed run raised {error!r}") from error
+    if exact:
+        for step, (want, got) in enumerate(zip(expected.batches, found.batches, strict=False), 1):
+            assert want == got, f"{cut}: the batch of step {step} is {got}; in the unbroken run it is {want}"
+        count, wanted = len(found.batches), len(expected.batches)
+        assert count == wanted, f"{cut}: {count} steps were trained, and {wanted} in the unbroken run"
+    elif script.until is None:
+        missing, extra = _difference(expected, found), _difference(found, expected)
+        dropped = sum(sum(totals.dropped.values()) for totals in pipe.ledger.totals.values())
+        assert not extra or dropped, f"{cut}: trained beyond the unbroken run: {extra}"
+        assert len(missing) <= dropped, f"{cut}: never trained, and not dropped: {missing}"
+    else:
+        twice = [key for key, count in Counter(map(str, found.groups)).items() if count > 1]
+        assert not twice, f"{cut}: trained twice: {twice}"
+
+
+def _difference(some: FakeTrainer, others: FakeTrainer) -> list[Any]:
+    """What ``some`` has trained more often than ``others``."""
+    left = Counter(map(repr, some.groups)) - Counter(map(repr, others.groups))
+    return sorted(left.elements())
