@@ -245,9 +245,13 @@ class Ledger:
         for item in event.items:
             self.entries[item.uid] = Entry.held(item)
             self._order = max(self._order, item.order)
-        for name, totals in event.totals.items():
+        for name, given in event.totals.items():
             self._task(name)
-            self.totals[name] = msgspec.convert(totals, TaskTotals)
+            # What is trained is for the consumer half to say: an older generation may be what is recovered.
+            before, totals = self.totals[name], msgspec.convert(given, TaskTotals)
+            totals.trained, totals.trained_rollouts = before.trained, before.trained_rollouts
+            totals.trained_tokens = before.trained_tokens
+            self.totals[name] = totals
         for name in self.counts:
             self.counts[name] = [0] * len(STATES)
         for entry in self.entries.values():

@@ -81,12 +81,12 @@ class RecordingFiles(OsFiles):
 
 
 class Replay:
-    """A folder that is brought forward, change by change."""
+    """A folder, new or as it was when the recording began, that is brought forward change by change."""
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.done = 0
-        os.makedirs(root)
+        os.makedirs(root, exist_ok=True)
 
     def forward(self, changes: Sequence[Change], upto: int) -> None:
         """Make the folder as it was after the first ``upto`` of ``changes``."""

@@ -91,7 +91,7 @@ class RunState:
                 if self.in_draw_order:
                     self.buffer.closed(became.uid)
                 self.buffer.add(became.uid, became.effective)
-            elif event.rejected:  # type: ignore[union-attr]
+            elif event.uid not in self.ledger.entries:  # type: ignore[union-attr]  # rejected, or too few had finished
                 self._forget_ended(event.uid)  # type: ignore[union-attr]
         elif kind is Claimed:
             self.sampler.apply(event)
