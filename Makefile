@@ -8,6 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.forebay-stamp
 SOAK ?= 20
+SEEDS ?= 10000
 ARGS ?=
 TEST_ARGS ?=
 
@@ -59,7 +60,8 @@ format: $(STAMP)  ## put the code in the house format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-soak: $(STAMP)  ## run the slow tests SOAK times larger, with no limit on time
+soak: $(STAMP)  ## play SEEDS simulated runs, and run the slow tests SOAK times larger
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	@FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q -m slow --timeout=0 $(TEST_ARGS)
 
 bench: $(STAMP)  ## run the benchmarks

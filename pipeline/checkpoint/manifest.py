@@ -50,6 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     """What a generation of this kind usually holds and this one does not, and why."""
+    base: int = 0
+    """The incarnation in which this line inherited its state: journals of earlier ones are not needed. 0: all are."""
     origin: str = ""
     """Run id and generation that the run was forked from, in its first generation."""
     checksum: str = ""

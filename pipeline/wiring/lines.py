@@ -9,7 +9,6 @@ that was set aside goes back to that line: then the journals which set it aside 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -88,28 +87,21 @@ def find_line(layout: Layout, run_tag: int, manifest: Manifest, *, discard: bool
         discard: set aside what came after it.
     """
     positions = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
-    names = layout.list_journals()
-    begins = [begin for name in names if (begin := _beginning(name, run_tag)) is not None]
-    unneeded = {
-        (incarnation, rank)
-        for opened, inherited in begins
-        if inherited and positions.get((opened.incarnation, opened.rank), 0) > 1
-        for incarnation, rank, _ in opened.discarded
-    }
+    keys = [(name.incarnation, name.rank) for name in layout.list_journals()]
+    unneeded = frozenset(key for key in {*keys, *positions} if key[0] < manifest.base)
     if discard or REPLAY_BUFFER in manifest.left_out:
-        keys = [(name.incarnation, name.rank) for name in names]
-        return Line([(*key, positions.get(key, NOTHING)) for key in keys], frozenset(unneeded))
-    caps = last_counted([opened for opened, _ in begins], positions)
-    return Line([(*key, last) for key, last in sorted(caps.items())], frozenset(unneeded))
+        return Line([(*key, positions.get(key, NOTHING)) for key in keys], unneeded)
+    opened = [event for name in layout.list_journals() if (event := _first(name, run_tag)) is not None]
+    return Line([(*key, last) for key, last in sorted(last_counted(opened, positions).items())], unneeded)
 
 
-def _beginning(name: JournalName, run_tag: int) -> tuple[Opened, bool] | None:
-    """Return a journal's first event, and whether what follows is inherited; None if it has no beginning."""
+def _first(name: JournalName, run_tag: int) -> Opened | None:
+    """Return a journal's first event; None if it has none."""
     try:
-        first, second = [each.event for each in islice(read_journal(name, run_tag=run_tag), 2)]
-    except (ForebayError, ValueError):  # if it is needed, the fold will say what is wrong with it
+        first = next(read_journal(name, run_tag=run_tag), None)
+    except ForebayError:  # if the journal is needed, the fold will say what is wrong with it
         return None
-    return (first, isinstance(second, Inherited)) if isinstance(first, Opened) else None
+    return first.event if first is not None and isinstance(first.event, Opened) else None
 
 
 def inherit(ledger: Ledger, sampler: Sampler, places: Mapping[int, Mapping[int, Location]] | None = None) -> Inherited:

@@ -248,6 +248,7 @@ class Run:
         self.producer.requeue_all()
         saver.parent = -1 if found.origin.forked else found.stored.manifest.generation
         saver.journals = found.recovered.positions
+        saver.base = found.stored.manifest.base if found.recovered.inherited is None else state.incarnation
         await saver.acquire()
         try:
             capture = saver.begin("fork" if found.origin.forked else "resume", [], list(self.attached))

@@ -110,6 +110,8 @@ class Saver:
         self.committed = False
         """Whether this incarnation has committed a generation."""
         self.parent = -1
+        self.base = 0
+        """The incarnation in which this line inherited its state, if it did."""
         self.next_generation = 0
         self.journals: list[JournalPosition] = []
         """Positions of the journals of earlier incarnations."""
@@ -145,6 +147,7 @@ class Saver:
             run_id=state.run_id,
             generation=number,
             parent=self.parent,
+            base=self.base,
             step=state.ledger.step,
             incarnation=state.incarnation,
             reason=reason,

@@ -1,1 +1,1 @@
-"""Whole runs on a virtual clock, drawn from a seed: interleavings, faults, crashes, and what must hold whatever comes."""
+"""Whole runs on a virtual clock, drawn from a seed: interleavings, faults, crashes, and what must hold anyway."""

@@ -13,12 +13,12 @@ from typing import Any
 import anyio
 
 from pipeline import Pipeline
+from pipeline.checkpoint.generations import find_generations
 from pipeline.ledger import PENDING, Ledger
 from pipeline.sampler import DrawPlan
 from pipeline.store.journal import read_journals
 from pipeline.store.layout import Layout
 from pipeline.testing import FakeTrainer, RecordingFiles, Replay, VirtualClockLoop
-from pipeline.wiring.lines import find_line
 from pipeline.wiring.recovery import Fold
 from tests.simulation.world import GROUPS, World
 
@@ -45,9 +45,10 @@ class _Play:
         self.life = 0
 
     async def run(self) -> int:
-        for self.life in range(1, self.world.lives):
+        while self.life < self.world.lives - 1:
+            self.life += 1
             await self._one_life()
-        self.life = self.world.lives
+        self.life += 1
         return await self._last_life()
 
     # -- lives ---------------------------------------------------------------------------------------------------
@@ -98,14 +99,9 @@ class _Play:
 
     async def _back(self, pipe: Pipeline, chance: random.Random) -> None:
         """Resume an older step, of those that are on the disk."""
-        folder = Layout(self.directory).generations
-        steps = set()
-        for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            path = os.path.join(folder, name, "manifest.json")
-            if os.path.exists(path):
-                with open(path, encoding="utf-8") as file:
-                    line = next(each for each in file if '"step"' in each)
-                steps.add(int("".join(filter(str.isdigit, line))))
+        layout = Layout(self.directory)
+        run = layout.read_run()
+        steps = {stored.manifest.step for stored in find_generations(layout, run.run_id).complete} if run else set()
         await pipe.resume(step=chance.choice(sorted(steps)) if steps else None)
 
     async def _train(self, pipe: Pipeline, trainer: FakeTrainer, chance: random.Random) -> None:
@@ -164,14 +160,14 @@ class _Play:
             return  # what is still in the queue is what a crash would take
         layout, folder = Layout(self.directory), pipe._run._folder
         assert folder is not None
-        own = state.incarnation
+        own, saver = state.incarnation, pipe._run._saver
+        assert saver is not None
         plans = [DrawPlan(t.name, t.source, t.share, t.epochs, t.shuffle) for t in state.tasks.values()]
         journals = list(read_journals(layout, run_tag=folder.tag))
         opened = next(each.event for each in journals if each.incarnation == own)
-        line = find_line(layout, folder.tag, _manifest_of_now(own, len(journals)), discard=False)
         fold = Fold(state.ledger.consumer_half(), plans, seed=7, discarded=opened.discarded)  # type: ignore[union-attr]
         for logged in journals:
-            if (logged.incarnation, logged.rank) not in line.unneeded:
+            if logged.incarnation >= saver.base:
                 fold.apply(logged)
         fold.ledger.restore(state.ledger.consumer_half())
         assert _producer_half(fold.ledger) == _producer_half(state.ledger), "recovered, and live"
@@ -179,16 +175,9 @@ class _Play:
         assert fold.sampler.mixture.drawn == state.sampler.mixture.drawn
 
 
-def _manifest_of_now(incarnation: int, events: int) -> Any:
-    from pipeline.checkpoint.manifest import Manifest
-    from pipeline.store.journal import JournalPosition
-
-    return Manifest(journals=[JournalPosition(incarnation=incarnation, sequence=events)])
-
-
 def _producer_half(ledger: Ledger) -> dict[str, Any]:
     """What the events alone decide; leases are the consumer's."""
-    found = copy.deepcopy(ledger.snapshot())
+    found = copy.deepcopy(dict(ledger.snapshot()))
     for entry in found["entries"].values():
         entry["state"] = "settled" if PENDING not in entry["members"] and not entry["in_flight"] else "open"
     del found["consumer"], found["order"]
