@@ -96,3 +96,10 @@ def test_cartpole_trains_and_goes_on(tmp_path: Path) -> None:
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert first.stdout.startswith("64 episodes trained")
     assert second.stdout.startswith("96 episodes trained")
+
+
+def test_agents_killed_five_times_train_what_a_run_in_peace_does() -> None:
+    done = run("examples/agent_resume.py", "--seed", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "the same trained: True; trained twice: 0"
+    assert done.stdout.count("ended by signal 9") == 5
