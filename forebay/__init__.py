@@ -28,11 +28,13 @@ from pipeline import ConfigError as ConfigError  # noqa: E402
 from pipeline import Context as Context  # noqa: E402
 from pipeline import Damaged as Damaged  # noqa: E402
 from pipeline import EndOfSource as EndOfSource  # noqa: E402
+from pipeline import Evaluation as Evaluation  # noqa: E402
 from pipeline import FailFast as FailFast  # noqa: E402
 from pipeline import ForebayError as ForebayError  # noqa: E402
 from pipeline import Group as Group  # noqa: E402
 from pipeline import GroupsRejected as GroupsRejected  # noqa: E402
 from pipeline import Item as Item  # noqa: E402
+from pipeline import LearningSource as LearningSource  # noqa: E402
 from pipeline import Locked as Locked  # noqa: E402
 from pipeline import NewerFormat as NewerFormat  # noqa: E402
 from pipeline import NotARun as NotARun  # noqa: E402
@@ -53,6 +55,7 @@ from pipeline import SourceMismatch as SourceMismatch  # noqa: E402
 from pipeline import Starved as Starved  # noqa: E402
 from pipeline import Stateful as Stateful  # noqa: E402
 from pipeline import StoreError as StoreError  # noqa: E402
+from pipeline import Stream as Stream  # noqa: E402
 from pipeline import SyncPipeline as SyncPipeline  # noqa: E402
 from pipeline import Task as Task  # noqa: E402
 from pipeline import Trace as Trace  # noqa: E402

@@ -24,8 +24,10 @@ from pipeline.errors import Starved as Starved
 from pipeline.errors import StoreError as StoreError
 from pipeline.errors import UsageError as UsageError
 from pipeline.errors import WriteFailed as WriteFailed
+from pipeline.interfaces import LearningSource as LearningSource
 from pipeline.interfaces import Source as Source
 from pipeline.interfaces import Stateful as Stateful
+from pipeline.interfaces import Stream as Stream
 from pipeline.observe import ProgressBar as ProgressBar
 from pipeline.observe import configure as configure
 from pipeline.pipeline import Pipeline as Pipeline
@@ -37,4 +39,5 @@ from pipeline.runner.context import Context as Context
 from pipeline.sampler import Progress as Progress
 from pipeline.sync_form import SyncPipeline as SyncPipeline
 from pipeline.task import Task as Task
+from pipeline.wiring.evaluations import Evaluation as Evaluation
 from pipeline.wiring.resuming import Resumed as Resumed

@@ -172,6 +172,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """How often a group that became too old is run again; then it is dropped as expired."""
     max_deaths: int = 3
     """Unplanned deaths of the process with an item in flight, past which the item is quarantined."""
+    evaluation_share: float = 0.25
+    """How much of ``concurrency`` evaluations may take from the training at most; one slot always."""
     seed: int = 0
     """Decides the order of items and every random stream of the run."""
     keep: int | None = 3
@@ -198,6 +200,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
                 "raise capacity= or ask for less",
                 option="batch_groups",
             )
+        if not 0 < self.evaluation_share <= 1:
+            raise ConfigError.of("evaluation_share", self.evaluation_share, "must be above 0 and at most 1")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError.of("seed", self.seed, "must fit in 64 bits")
         if self.watchdog is not None and not (math.isfinite(self.watchdog) and self.watchdog > 0):

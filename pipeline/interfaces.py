@@ -6,7 +6,7 @@ implementation passes, in ``tests/conformance``.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from pipeline.records import Item, Rollout, SourceMark
@@ -43,6 +43,47 @@ class Source(Protocol):
     def mark(self) -> SourceMark:
         """Return what identifies this source, so that a resumed run notices another one."""
         ...
+
+
+@runtime_checkable
+class LearningSource(Source, Protocol):
+    """A source that is told what its groups came to, such as a pool that prefers what is neither easy nor hopeless.
+
+    ::
+
+        class Pool(SequenceSource):
+            def feedback(self, index, reward):
+                self.solved[index] = reward
+
+    It is told once for each group that is finished, in an order that the journal keeps: after a resume it is told all
+    of it again, in that order, before anything is drawn. So its state needs no saving, if nothing but ``feedback``
+    changes it. What ``item`` gives may hang on it: the content of a claimed item is kept in the journal.
+    """
+
+    def feedback(self, index: int, reward: float, /) -> Any:
+        """Take in the mean reward of a finished group of item ``index``."""
+        ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Items without an index: any async iterator, such as an async generator. Its items are kept in the journal.
+
+    ::
+
+        async def questions():
+            while (line := await queue.get()) is not None:
+                yield {"prompt": line}
+
+
+        Task("chat", source=questions(), run=solve)
+
+    The next item is asked for when there is room for it and it is this task's turn; until it comes, the other tasks
+    are drawn. When the iteration ends, the task ends as with a finite source. After a resume, the iterator that the new
+    task brings is asked for what comes next: what was taken before lies in the journal.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
 
 
 @runtime_checkable

@@ -44,13 +44,14 @@ from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.run import Run
 from pipeline.wiring.saving import Saving
 from pipeline.wiring.statistics import BatchStatistics, Statistics, take_statistics
+from pipeline.wiring.verbs import OutsideVerbs
 from pipeline.wiring.weights import Running
 
 if TYPE_CHECKING:
     from pipeline.sync_form import SyncPipeline
 
 
-class Pipeline:
+class Pipeline(OutsideVerbs):
     """Runs the rollouts of some tasks, keeps the finished ones, and hands out batches.
 
     Args:
@@ -183,8 +184,9 @@ class Pipeline:
     async def get_batch(self, groups: int) -> Batch:
         """Wait for a batch of ``groups`` groups and lease it for the next step.
 
-        A finite source ends with a last batch that may be shorter, and then with EndOfSource. Cancelling the call
-        loses nothing.
+        A finite source ends with a last batch that may be shorter, and then with EndOfSource. While groups are parked
+        it waits for their rewards (``reward``, or ``discard``), and while a stream is open for its items. Cancelling
+        the call loses nothing.
 
         Raises:
             EndOfSource: nothing is left.

@@ -144,6 +144,9 @@ class Opened(Event, frozen=True, array_like=True, tag="open"):
     wall: float = 0.0
     discarded: list[tuple[int, int, int]] = []
     """(incarnation, rank, sequence): events of that journal beyond it do not count in this line."""
+    parent: int = -1
+    """The incarnation that committed the generation recovered; -1: none, or not known. So the lines of a run can be
+    told apart: a version 12 of a line that was left is no version 12 of this one."""
     origin: str = ""
     """Run id and generation that this run was forked from, ``"<run id>/<generation>"``."""
 
@@ -159,7 +162,10 @@ class EpochBegan(Event, frozen=True, array_like=True, tag="epoch"):
 
 
 class Claimed(Event, frozen=True, array_like=True, tag="claim"):
-    """An item was drawn. ``position`` counts draws inside the epoch; ``index`` is where the order put it."""
+    """An item was drawn. ``position`` counts draws inside the epoch; ``index`` is where the order put it.
+
+    Of kind ``external`` it was given by hand, and epoch, position and index are -1: the sampler has no part in it.
+    """
 
     uid: int
     task: str
@@ -246,6 +252,36 @@ class PartSaved(Event, frozen=True, array_like=True, tag="part"):
     length: int = 0
 
 
+class Parked(Event, frozen=True, array_like=True, tag="park"):
+    """A member has run and waits for its reward; the rest is as in :class:`Finished`.
+
+    An event of its own and no flag there: a version that knows no parking must refuse it, not train it.
+    """
+
+    uid: int
+    member: int
+    attempt: int
+    oldest: int
+    newest: int
+    segment: int = -1
+    offset: int = 0
+    length: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    policy: str = ""
+
+
+class Rewarded(Event, frozen=True, array_like=True, tag="reward"):
+    """A parked member has its reward, and has finished by that. It counts, not the one in the payload's header."""
+
+    uid: int
+    member: int
+    attempt: int
+    reward: float
+    rejected: bool = False
+    """It was the last that its group waited for, and the task's filter rejected the group."""
+
+
 class Dropped(Event, frozen=True, array_like=True, tag="drop"):
     """An item leaves for good: failed, quarantined, filtered, expired, evicted or discarded."""
 
@@ -279,6 +315,39 @@ class Mixed(Event, frozen=True, array_like=True, tag="mix"):
     """The tasks of the run and their shares, from here on."""
 
     shares: dict[str, float]
+    given: dict[str, float] = {}
+    """The shares that the tasks were made with, where ``set_share`` has made them others; empty: the same."""
+
+
+class Feedback(Event, frozen=True, array_like=True, tag="feed"):
+    """What a group came to, for a source that learns from it: the mean reward of its members."""
+
+    task: str
+    uid: int
+    index: int
+    value: float
+
+
+class Evaluated(Event, frozen=True, array_like=True, tag="eval"):
+    """An item was evaluated: outside the ledger, and kept so that nobody has to do it again.
+
+    ``version`` is what was asked for; ``oldest`` and ``newest`` are what it was made with. ``mark`` tells the source.
+    """
+
+    task: str
+    version: int
+    index: int
+    member: int
+    uid: int
+    reward: float
+    oldest: int
+    newest: int
+    mark: str = ""
+    segment: int = -1
+    offset: int = 0
+    length: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 class HeldItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -308,6 +377,8 @@ class HeldItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int = 0
     places: tuple[tuple[int, int, int, int, int, int], ...] = ()
     """(member, incarnation, rank, segment, offset, length) of each payload that is kept."""
+    given: tuple[tuple[int, float], ...] = ()
+    """(member, reward) of those that were given later."""
 
 
 class Inherited(Event, frozen=True, array_like=True, tag="inherit"):
@@ -326,6 +397,8 @@ class Inherited(Event, frozen=True, array_like=True, tag="inherit"):
     totals: dict[str, dict[str, Any]]
     dropped: list[tuple[int, int]]
     next_uid: int = 0
+    given: dict[str, float] = {}
+    """The shares that the tasks were made with, where others have been set."""
 
 
 class Closed(Event, frozen=True, array_like=True, tag="close"):
@@ -342,10 +415,14 @@ AnyEvent: TypeAlias = (
     | Failed
     | Interrupted
     | Finished
+    | Parked
+    | Rewarded
     | Dropped
     | Reopened
     | BatchHint
     | Mixed
+    | Feedback
+    | Evaluated
     | Closed
     | Inherited
     | PartSaved

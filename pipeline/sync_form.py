@@ -17,7 +17,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pipeline.buffer import Batch
 from pipeline.errors import ClosedError, EndOfSource, ForebayError
 from pipeline.ledger import Ledger
+from pipeline.records import Rollout
 from pipeline.sampler import Progress
+from pipeline.task import Task
+from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.saving import Saving
 from pipeline.wiring.statistics import Statistics
@@ -212,6 +215,39 @@ class SyncPipeline:
             self._call(context.__aexit__, type(error), error, error.__traceback__)
             raise
         self._call(context.__aexit__, None, None, None)
+
+    # -- not only training -----------------------------------------------------------------------------------------
+
+    def reward(self, uid: int, value: float, member: int = 0, *, attempt: int | None = None) -> None:
+        """See :meth:`pipeline.Pipeline.reward`."""
+        self._call(lambda: self._pipe.reward(uid, value, member, attempt=attempt))
+
+    def discard(self, uid: int) -> None:
+        """See :meth:`pipeline.Pipeline.discard`."""
+        self._call(self._pipe.discard, uid)
+
+    def submit(self, task: Task | str, content: Any) -> int:
+        """See :meth:`pipeline.Pipeline.submit`."""
+        return self._call(self._pipe.submit, task, content)
+
+    def put(self, task: Task | str, rollouts: Rollout | Sequence[Rollout], content: Any = None) -> int:
+        """See :meth:`pipeline.Pipeline.put`."""
+        return self._call(self._pipe.put, task, rollouts, content)
+
+    def set_share(self, task: Task | str, share: float) -> None:
+        """See :meth:`pipeline.Pipeline.set_share`."""
+        self._call(self._pipe.set_share, task, share)
+
+    def evaluate(
+        self,
+        task: Task | str,
+        version: int | None = None,
+        *,
+        items: int | Sequence[int] | None = None,
+        samples: int = 1,
+    ) -> Evaluation:
+        """See :meth:`pipeline.Pipeline.evaluate`."""
+        return self._call(lambda: self._pipe.evaluate(task, version, items=items, samples=samples))
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 

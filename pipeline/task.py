@@ -10,11 +10,27 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pipeline.config import LEAST, MOST, FailurePolicy, Retry, ZeroVariance, failure_policy
-from pipeline.errors import ConfigError
-from pipeline.interfaces import Runner, Source
-from pipeline.records import Rollout
+from pipeline.errors import ConfigError, SourceError
+from pipeline.interfaces import Runner, Source, Stream
+from pipeline.records import Rollout, SourceMark
 
 GroupFilter: TypeAlias = ZeroVariance | Callable[[Sequence[Rollout]], bool]
+
+
+class StreamSource:
+    """A stream where a source is asked for: endless, and without items by index."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def item(self, index: int) -> Any:
+        raise SourceError(f"item {index} was asked for, but the items of a stream have no index")
+
+    def length(self) -> None:
+        return None
+
+    def mark(self) -> SourceMark:
+        return SourceMark("stream")
 
 
 class Task:
@@ -22,7 +38,8 @@ class Task:
 
     Args:
         name: unique in the run; it stands in the journal, so keep it between runs.
-        source: where the items come from.
+        source: where the items come from: a :class:`~pipeline.Source`, or a stream (any async iterator; ``epochs`` and
+            ``shuffle`` mean nothing then).
         run: ``async def run(item, ctx) -> Rollout``.
         group_size: rollouts of each item; they are stored and consumed together.
         share: how much of all draws this task gets, relative to the other tasks' shares.
@@ -48,7 +65,7 @@ class Task:
         self,
         name: str,
         *,
-        source: Source,
+        source: Source | Stream,
         run: Runner,
         group_size: int = 1,
         share: float = 1.0,
@@ -77,7 +94,8 @@ class Task:
         _whole(name, "max_rejections", max_rejections, 1, 2**62)
         if epochs is not None:
             _whole(name, "epochs", epochs, 1, 2**62)
-        self.name, self.source, self.run = name, source, run
+        self.name, self.run = name, run
+        self.source: Source = source if isinstance(source, Source) else StreamSource(source)
         self.group_size, self.share, self.timeout, self.group_timeout = group_size, float(share), timeout, group_timeout
         self.filter, self.max_rejections = _group_filter(name, filter), max_rejections
         self.on_failure = failure_policy(on_failure)
@@ -86,7 +104,7 @@ class Task:
 
     @staticmethod
     def _check_parts(name: str, source: Any, run: Any, resource: Any) -> None:
-        if not isinstance(source, Source):
+        if not isinstance(source, (Source, Stream)):
             raise ConfigError(
                 f"task {name!r}: source={source!r} has no item(index), length() and mark(); "
                 "for a list, use SequenceSource(list)",

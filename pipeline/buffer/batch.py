@@ -31,13 +31,24 @@ class Group(msgspec.Struct, eq=False):
     staleness: int
     reward_mean: float
     _blobs: Sequence[bytes]
+    _given: Sequence[tuple[int, float]] = ()
     _unpacked: list[tuple[PayloadHeader, Rollout]] | None = None
 
     def _read(self) -> list[tuple[PayloadHeader, Rollout]]:
         # Done at first use and on the caller's thread: the event loop does not copy tensors nobody looks at.
         if self._unpacked is None:
             self._unpacked = [unpack(blob, f"payload of uid {self.uid}") for blob in self._blobs]
+            if self._given:
+                self._give()
         return self._unpacked
+
+    def _give(self) -> None:
+        """Put the rewards that came later in the place of those that the runners returned."""
+        assert self._unpacked is not None
+        given = dict(self._given)
+        for place, (header, rollout) in enumerate(self._unpacked):
+            if header.member in given:
+                self._unpacked[place] = header, msgspec.structs.replace(rollout, reward=given[header.member])
 
     @property
     def rollouts(self) -> list[Rollout]:

@@ -16,6 +16,7 @@ from pipeline.records import (
     Inherited,
     Location,
     Opened,
+    Parked,
     PartSaved,
     Reopened,
 )
@@ -69,7 +70,7 @@ class Partials:
             self.by_uid.setdefault(event.uid, {})[event.member] = part  # type: ignore[union-attr]
         elif not self.by_uid:
             return
-        elif kind is Finished or kind is Failed:
+        elif kind is Finished or kind is Failed or kind is Parked:
             self.discard(event.uid, event.member)  # type: ignore[union-attr]
         elif kind is Reopened or kind is Dropped:
             self.by_uid.pop(event.uid, None)  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ from pipeline.ledger.entry import PARKED as PARKED
 from pipeline.ledger.entry import PENDING as PENDING
 from pipeline.ledger.entry import RUNNING as RUNNING
 from pipeline.ledger.entry import STATES as STATES
+from pipeline.ledger.entry import UNREWARDED as UNREWARDED
 from pipeline.ledger.entry import WAITING as WAITING
 from pipeline.ledger.entry import ConsumerHalf as ConsumerHalf
 from pipeline.ledger.entry import Entry as Entry

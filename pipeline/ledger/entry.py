@@ -10,7 +10,7 @@ from pipeline.records import Claimed, HeldItem, Location
 
 WAITING, RUNNING, PARKED, BUFFERED, LEASED = range(5)
 STATES = ("waiting", "running", "parked", "buffered", "leased")
-PENDING, IN_FLIGHT, FINISHED, GIVEN_UP = range(4)
+PENDING, IN_FLIGHT, FINISHED, GIVEN_UP, UNREWARDED = range(5)
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
@@ -51,6 +51,10 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     """The oldest version in terms of the weights that are in use now; staleness counts from it."""
     rewards: float = 0.0
     tokens: int = 0
+    parked: int = 0
+    """Members that have run and wait for their reward."""
+    given: tuple[tuple[int, float], ...] = ()
+    """(member, reward) of those that were given later: they count instead of what the payload says."""
 
     @classmethod
     def of(cls, event: Claimed) -> Entry:
@@ -91,7 +95,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             tuple(item.failures),
             tuple(item.attempts),
             unsettled,
-            state=WAITING if unsettled else BUFFERED,
+            state=WAITING if unsettled else PARKED if UNREWARDED in item.members else BUFFERED,
             life=item.life,
             interruptions=item.interruptions,
             deaths=item.deaths,
@@ -102,6 +106,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             effective=item.effective,
             rewards=item.rewards,
             tokens=item.tokens,
+            parked=item.members.count(UNREWARDED),
+            given=tuple((member, reward) for member, reward in item.given),
         )
 
     def hold(self, places: Iterable[tuple[int, Location]] = (), *, anew: bool = False) -> HeldItem:
@@ -111,7 +117,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             places: where the payload of each member that finished lies.
             anew: as if nothing had finished. What failed for good stays so.
         """
-        gone = (IN_FLIGHT, FINISHED) if anew else (IN_FLIGHT,)
+        gone = (IN_FLIGHT, FINISHED, UNREWARDED) if anew else (IN_FLIGHT,)
         kept = bytes(PENDING if status in gone else status for status in self.members)
         return HeldItem(
             self.uid,
@@ -137,6 +143,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             0.0 if anew else self.rewards,
             0 if anew else self.tokens,
             tuple((m, at.incarnation, at.rank, at.segment, at.offset, at.length) for m, at in places),
+            () if anew else self.given,
         )
 
 

@@ -26,15 +26,18 @@ from pipeline.ledger.entry import (
     GIVEN_UP,
     IN_FLIGHT,
     LEASED,
+    PARKED,
     PENDING,
     RUNNING,
     STATES,
+    UNREWARDED,
     WAITING,
     ConsumerHalf,
     Entry,
     Lease,
     TaskTotals,
 )
+from pipeline.ledger.parking import ParkedGroups
 from pipeline.records import (
     AnyEvent,
     Claimed,
@@ -45,7 +48,9 @@ from pipeline.records import (
     Inherited,
     Interrupted,
     Opened,
+    Parked,
     Reopened,
+    Rewarded,
     Started,
 )
 
@@ -65,6 +70,8 @@ class Ledger:
         self.step = half.step
         """Last step whose batch has been acked."""
         self.leases: dict[int, Lease] = {}
+        self.parked = ParkedGroups()
+        """Groups whose members have all ended, and some of which wait for their reward."""
         self._order = 0
         self._clean = True
         # What each kind of event does; whoever applies many may look it up here.
@@ -72,6 +79,8 @@ class Ledger:
             Claimed: self._claimed,
             Started: self._started,
             Finished: self._finished,
+            Parked: self._parked,
+            Rewarded: self._rewarded,
             Failed: self._failed,
             Interrupted: self._interrupted,
             Dropped: self._dropped,
@@ -107,8 +116,10 @@ class Ledger:
         self.totals[event.task].claimed += 1
         if event.uid >= self.next_uid:
             self.next_uid = event.uid + 1
-        self.entries[event.uid] = Entry.of(event)
+        entry = self.entries[event.uid] = Entry.of(event)
         counts[RUNNING] += 1
+        if event.content is not None:  # it was given, not drawn to be started at once: it waits for its turn
+            self._move(entry, WAITING)
 
     def _started(self, event: Started) -> None:
         entry = self.entries.get(event.uid)
@@ -146,6 +157,48 @@ class Ledger:
         entry.members[event.member] = FINISHED
         return self._settle(entry, event.rejected)
 
+    def _parked(self, event: Parked) -> None:
+        entry = self.entries.get(event.uid)
+        if entry is None:
+            return
+        totals = self.totals[entry.task]
+        totals.finished += 1
+        totals.tokens += event.tokens
+        totals.seconds += event.seconds
+        entry.tokens += event.tokens
+        if entry.oldest is None:
+            entry.oldest, entry.newest, entry.effective = event.oldest, event.newest, event.oldest
+        entry.oldest = min(entry.oldest, event.oldest)
+        entry.effective = min(entry.effective, event.oldest)
+        entry.newest = max(entry.newest, event.newest)
+        entry.made = self.incarnation
+        entry.members[event.member] = UNREWARDED
+        entry.parked += 1
+        self._settle(entry)
+
+    def _rewarded(self, event: Rewarded) -> Entry | None:
+        entry = self.entries.get(event.uid)
+        if entry is None or entry.members[event.member] != UNREWARDED:
+            return None
+        totals = self.totals[entry.task]
+        totals.reward_sum += event.reward
+        totals.reward_count += 1
+        entry.rewards += event.reward
+        entry.given = (*entry.given, (event.member, event.reward))
+        entry.members[event.member] = FINISHED
+        entry.parked -= 1
+        if entry.parked or entry.unsettled:
+            return None
+        if event.rejected:
+            self._end(entry, "filtered")
+            return None
+        self.parked.remove(entry)
+        self._order += 1
+        entry.order = self._order
+        self._move(entry, BUFFERED)
+        totals.produced += 1
+        return entry
+
     def _failed(self, event: Failed) -> Entry | None:
         entry = self.entries.get(event.uid)
         if entry is None:
@@ -174,17 +227,21 @@ class Ledger:
         if not entry.in_flight:
             self._move(entry, WAITING)
 
-    def _settle(self, entry: Entry, rejected: bool) -> Entry | None:
-        """A member has ended. Once all have, the group is buffered, or dropped: too few finished, or it is rejected."""
+    def _settle(self, entry: Entry, rejected: bool = False) -> Entry | None:
+        """A member has ended. Once all have, the group is buffered or parked, or dropped: too few, or rejected."""
         entry.unsettled -= 1
         entry.in_flight -= 1
         if entry.unsettled:
             return None
-        if entry.members.count(FINISHED) < entry.need:
+        if entry.members.count(FINISHED) + entry.parked < entry.need:
             self._end(entry, "failed")
             return None
         if rejected:
             self._end(entry, "filtered")
+            return None
+        if entry.parked:
+            self._move(entry, PARKED)
+            self.parked.add(entry)
             return None
         self._order += 1
         entry.order = self._order
@@ -201,6 +258,8 @@ class Ledger:
         # Only in recovery: a line that was abandoned may have dropped what the restored weights have seen.
         if entry.uid in self.trained:
             return
+        if entry.state == PARKED:
+            self.parked.remove(entry)
         del self.entries[entry.uid]
         self.counts[entry.task][entry.state] -= 1
         self.dropped.add(entry.uid)
@@ -211,12 +270,15 @@ class Ledger:
         entry = self.entries.get(event.uid)
         if entry is None:
             return
+        if entry.state == PARKED:
+            self.parked.remove(entry)
         self.totals[entry.task].reopened += 1
         entry.life += 1
         entry.rerolls += event.reason == "expired"
         entry.members = bytearray(entry.size)
         entry.unsettled, entry.in_flight = entry.size, 0
         entry.oldest, entry.newest, entry.rewards, entry.tokens = None, 0, 0.0, 0
+        entry.parked, entry.given = 0, ()
         self._move(entry, WAITING)
 
     def _opened(self, event: Opened) -> None:
@@ -232,6 +294,7 @@ class Ledger:
             if entry.state == RUNNING:
                 self._move(entry, WAITING)
             entry.effective = min(entry.effective, event.version)
+        self.parked = ParkedGroups(entry for entry in self.entries.values() if entry.state == PARKED)
         self._clean = False
 
     def _closed(self, event: Closed) -> None:
@@ -256,6 +319,7 @@ class Ledger:
             self.counts[name] = [0] * len(STATES)
         for entry in self.entries.values():
             self._task(entry.task)[entry.state] += 1
+        self.parked = ParkedGroups(entry for entry in self.entries.values() if entry.state == PARKED)
 
     # -- the consumer half ---------------------------------------------------------------------------------
 
@@ -337,6 +401,8 @@ class Ledger:
         for uid in [uid for uid in self.entries if uid in self.trained]:
             entry = self.entries.pop(uid)
             self.counts[entry.task][entry.state] -= 1
+            if entry.state == PARKED:
+                self.parked.remove(entry)
         for task, (groups, rollouts, tokens) in half.trained_by_task.items():
             self._task(task)
             totals = self.totals[task]
@@ -388,6 +454,8 @@ class Ledger:
                 raise AssertionError(f"task {name!r}: claimed {totals.claimed} != live {live} + ended {ended}")
         if sum(map(sum, self.counts.values())) != len(self.entries):
             raise AssertionError("the counts by state are not those of the entries")
+        if len(self.parked) != self.count(PARKED):
+            raise AssertionError(f"{self.count(PARKED)} groups are parked, and {len(self.parked)} are listed as such")
 
     def snapshot(self) -> Mapping[str, Any]:
         """Return everything that recovery must bring back, in plain comparable values."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from pipeline.records import Item, Rollout
+from pipeline.records import TRAIN, Item, Rollout
 from pipeline.store.codec import unpack
 
 
@@ -35,6 +35,8 @@ class _Defaults(msgspec.Struct, kw_only=True, eq=False):
     resource: Any = None
     deadline: float = float("inf")
     has_slot: bool = True
+    kind: str = TRAIN
+    parked: bool = False
     _failures: int = 0
     _run: RunFacts = RunFacts()
     _rng: np.random.Generator | None = None
@@ -52,6 +54,8 @@ class Context(_Defaults, eq=False):
         version: version number of the weights in use when it started.
         resource: what the task's ``resource`` opened.
         deadline: time on the event loop's clock at which it is cut; infinity for none.
+        kind: ``train``, ``external`` (an item that was submitted) or ``evaluation``.
+        parked: whether :meth:`park` was called.
     """
 
     item: Item
@@ -107,6 +111,15 @@ class Context(_Defaults, eq=False):
         save = self._run.save_partial
         if save is not None:
             save(self, rollout)
+
+    def park(self) -> None:
+        """Let what this attempt returns wait for its reward: ``pipe.reward(ctx.uid, value, ctx.member)`` gives it.
+
+        The rollout is kept as it is, but for the reward in it, which does not count; its group is ``parked`` until
+        every member that parked has its reward. An attempt that fails after this call has failed like any other. In
+        ``evaluate`` and ``try_one`` nobody gives rewards later: there it changes nothing.
+        """
+        self.parked = True
 
     def scoring(self) -> AbstractAsyncContextManager[None]:
         """Give the slot back while a judge works; it is waited for again at the end.

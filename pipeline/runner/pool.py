@@ -126,11 +126,11 @@ class Pool:
                 self._workers.add(worker)
                 self._group.start_soon(self._run, worker, name="forebay worker")
 
-    def abort(self, reason: str) -> None:
-        """Interrupt every attempt in flight; they end as interrupted with ``reason``."""
+    def abort(self, reason: str, which: Callable[[Job], bool] | None = None) -> None:
+        """Interrupt every attempt in flight, or those of ``which``; they end as interrupted with ``reason``."""
         for worker in self._workers:
             job = worker.job
-            if job is None:
+            if job is None or (which is not None and not which(job)):
                 continue
             if worker.scope is None or worker.wake is not None:  # its worker has not begun it
                 self._ended(worker, job)

@@ -6,6 +6,7 @@ life as in recovery. So the sampler's whole state is what the journal says was d
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ import msgspec
 import numpy as np
 
 from pipeline.errors import SourceError, SourceMismatch
-from pipeline.interfaces import Source
-from pipeline.records import AnyEvent, Claimed, EpochBegan, Inherited, Mixed, SourceMark
+from pipeline.interfaces import LearningSource, Source
+from pipeline.records import EXTERNAL, AnyEvent, Claimed, EpochBegan, Feedback, Inherited, Mixed, SourceMark
 from pipeline.sampler.mixture import Mixture
 from pipeline.sampler.order import in_order, shuffled
 
@@ -67,12 +68,20 @@ class Sampler:
         self._plans = {plan.name: plan for plan in plans}
         self._blocks: dict[str, tuple[tuple[int, int, int], list[int]]] = {}
         self._open = list(self._plans)
+        self.learners = frozenset(plan.name for plan in plans if isinstance(plan.source, LearningSource))
+        """Tasks whose source is told what its groups came to."""
+        self.awaited: set[str] = set()
+        """Streams that have been asked for an item: the others are drawn until it comes."""
+        self._teaching = False
+        self._untold = (array("I"), array("q"), array("d"))  # task by number, index, value: what was only folded yet
+        self._shares: dict[str, tuple[float, float]] = {}  # by task: as it was made with, and as it is in use
         self._at_end = True  # whether a cursor has come to the end of its epoch since `_open` was looked through
         self._apply: dict[type, Callable[..., None]] = {
             Claimed: self._claimed,
             EpochBegan: self._epoch_began,
             Mixed: self._mixed,
             Inherited: self._inherited,
+            Feedback: self._fed,
         }
 
     def apply(self, event: AnyEvent) -> None:
@@ -81,10 +90,50 @@ class Sampler:
         if handler is not None:
             handler(event)
 
+    @property
+    def given_shares(self) -> dict[str, float]:
+        """The shares that this run's tasks were made with."""
+        return {name: float(plan.share) for name, plan in self._plans.items()}
+
+    @property
+    def inherited_shares(self) -> dict[str, float]:
+        """The shares that tasks were made with, for those that have others now."""
+        return {name: given for name, (given, share) in self._shares.items() if given != share}
+
+    def untold(self) -> list[Feedback]:
+        """Return what has been folded for sources that learn, and told to none yet."""
+        names = list(self._plans)
+        return [Feedback(names[number], -1, index, value) for number, index, value in zip(*self._untold, strict=True)]
+
     def shares_event(self) -> Mixed | None:
-        """Return the event to record when the tasks or their shares are not those last recorded."""
-        shares = {name: float(plan.share) for name, plan in self._plans.items()}
-        return None if shares == self.mixture.shares else Mixed(shares)
+        """Return the event to record when the tasks or their shares are not those last recorded.
+
+        A share that was set while the run went on stays, unless the task is made with another one than before.
+        """
+        given, shares = self.given_shares, self._kept_shares()
+        known = {name: self._shares[name][0] for name in given if name in self._shares}
+        if shares == self.mixture.shares and given == known:
+            return None
+        return Mixed(shares) if shares == given else Mixed(shares, given)
+
+    def share_event(self, task: str, share: float) -> Mixed:
+        """Return the event that gives ``task`` another share from here on."""
+        return Mixed({**self.mixture.shares, task: share}, self.given_shares)
+
+    def changed_shares(self) -> list[tuple[str, float, float]]:
+        """Return task, share in use and share now of each task that is made with another share than before."""
+        kept = self._kept_shares()
+        return [(name, self._shares[name][1], kept[name]) for name in kept if self._differs(name)]
+
+    def _kept_shares(self) -> dict[str, float]:
+        given = self.given_shares
+        return {
+            name: self._shares[name][1] if name in self._shares and not self._differs(name) else share
+            for name, share in given.items()
+        }
+
+    def _differs(self, name: str) -> bool:
+        return name in self._shares and self._shares[name][0] != float(self._plans[name].share)
 
     def draw(self) -> Draw | None:
         """Return the next item in order, or None when every source has been drawn to its end."""
@@ -92,13 +141,30 @@ class Sampler:
         if self._at_end:
             self._open = [name for name in self._open if not self._ended(name)]
             self._at_end = any(self.cursors[name].at_end for name in self._open)
-        name = self._open[0] if len(self._open) == 1 else self.mixture.next(self._open)
-        return None if name is None else self._draw_of(name)
+        names = [name for name in self._open if name not in self.awaited] if self.awaited else self._open
+        name = names[0] if len(names) == 1 else self.mixture.next(names)
+        return None if name is None else self.draw_of(name)
 
     @property
     def exhausted(self) -> bool:
-        """Whether :meth:`draw` would return None."""
-        return self.draw() is None
+        """Whether every source has been drawn to its end, and no stream is waited for."""
+        return not self.awaited and self.draw() is None
+
+    def end(self, name: str) -> None:
+        """Note that the stream of a task has ended: nothing of it is drawn any more in this life."""
+        self.awaited.discard(name)
+        self._open.remove(name)
+
+    def teach(self) -> None:
+        """From here on tell sources what their groups came to, beginning with what was folded.
+
+        Recovery only collects it: it may still be refused, and what a source was told cannot be taken back.
+        """
+        self._teaching = True
+        names = list(self._plans)
+        for number, index, value in zip(*self._untold, strict=True):
+            self._tell(names[number], index, value)
+        self._untold = (array("I"), array("q"), array("d"))
 
     def _ended(self, name: str) -> bool:
         plan, cursor = self._plans[name], self.cursors[name]
@@ -106,7 +172,8 @@ class Sampler:
             return False
         return (plan.epochs is not None and cursor.epoch + 1 - cursor.base >= plan.epochs) or plan.source.length() == 0
 
-    def _draw_of(self, name: str) -> Draw:
+    def draw_of(self, name: str) -> Draw:
+        """Return the next item of a task, whosever turn it is. Changes nothing."""
         plan, cursor = self._plans[name], self.cursors[name]
         epoch, position, length, began = cursor.epoch, cursor.position, cursor.length, None
         if cursor.at_end:
@@ -131,6 +198,8 @@ class Sampler:
         return cached[1][position - first]
 
     def _claimed(self, event: Claimed) -> None:
+        if event.kind == EXTERNAL:
+            return
         cursor = self.cursors.get(event.task)
         if cursor is None:
             cursor = self.cursors[event.task] = Cursor()
@@ -152,11 +221,31 @@ class Sampler:
 
     def _mixed(self, event: Mixed) -> None:
         self.mixture.set_shares(event.shares)
+        for name, share in event.shares.items():
+            self._shares[name] = (event.given.get(name, share), share)
+
+    def _fed(self, event: Feedback) -> None:
+        if event.task not in self.learners:
+            return
+        if self._teaching:
+            self._tell(event.task, event.index, event.value)
+            return
+        numbers, indices, values = self._untold
+        numbers.append(list(self._plans).index(event.task))
+        indices.append(event.index)
+        values.append(event.value)
+
+    def _tell(self, name: str, index: int, value: float) -> None:
+        source = self._plans[name].source
+        assert isinstance(source, LearningSource)
+        source.feedback(index, value)
 
     def _inherited(self, event: Inherited) -> None:
         for name, cursor in event.cursors.items():
             self.cursors[name] = Cursor(*cursor)
         self.mixture.shares, self.mixture.drawn = dict(event.shares), dict(event.drawn)
+        for name, share in event.shares.items():
+            self._shares[name] = (event.given.get(name, share), share)
         self._open, self._at_end = list(self._plans), True
 
 

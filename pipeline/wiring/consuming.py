@@ -145,12 +145,12 @@ class Consumer:
 
     def _nothing_comes(self) -> bool:
         """Whether waiting is pointless: nothing runs, nothing can start, nothing is to be requeued."""
-        pool = self._pool()
-        if pool.in_flight or pool.scoring:
+        pool, producer = self._pool(), self._producer
+        if pool.in_flight + pool.scoring > self._state.evaluating:
             return False
-        if self._producer.paused:
+        if producer.paused:
             return self._state.weights_failed
-        return self._producer.blocked
+        return producer.blocked and not producer.rewards_due
 
     # -- leasing -----------------------------------------------------------------------------------------------
 
@@ -242,4 +242,5 @@ class Consumer:
             staleness(step, entry.effective),
             entry.rewards / len(blobs),
             blobs,
+            entry.given,
         )

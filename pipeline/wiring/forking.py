@@ -11,6 +11,7 @@ from pipeline.records import Location, Opened
 from pipeline.sampler import DrawPlan, Sampler
 from pipeline.store.segments import PayloadReader, Place
 from pipeline.store.service import RunBlocking, WriterService
+from pipeline.wiring.evaluations import Evaluations
 from pipeline.wiring.lines import inherit
 from pipeline.wiring.recovery import Recovered
 
@@ -64,6 +65,10 @@ def forked(
     ledger.apply(opened)
     ledger.apply(inherited)
     sampler.apply(inherited)
+    for told in recovered.sampler.untold():
+        sampler.apply(told)
     ledger.restore(half)
     recovered = recovered._replace(ledger=ledger, sampler=sampler, places=places, inherited=inherited)
-    return recovered._replace(positions=[], set_aside=0, partials=Partials())
+    return recovered._replace(
+        positions=[], set_aside=0, partials=Partials(), evaluations=Evaluations(), feedback=sampler.untold()
+    )

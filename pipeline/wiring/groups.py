@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from pipeline.config import ZeroVariance
 from pipeline.errors import GroupsRejected
 from pipeline.ledger import FINISHED, Entry
@@ -34,9 +36,22 @@ class Filters:
             GroupsRejected: the filter raised, or has rejected ``max_rejections`` groups in a row.
         """
         finished = entry.members.count(FINISHED) + (last is not None)
-        if task.filter is None or entry.unsettled > 1 or finished < entry.need:
+        if task.filter is None or entry.unsettled > 1 or entry.parked or finished < entry.need:
+            return False  # one that is parked is judged when it has its rewards
+        return self._judge(task, entry, last, dict(entry.given))
+
+    def rejects_rewarded(self, task: Task, entry: Entry, member: int, reward: float) -> bool:
+        """Whether a parked group is to be dropped now that ``member`` gets its reward.
+
+        Raises:
+            GroupsRejected: as :meth:`rejects`.
+        """
+        if task.filter is None or entry.unsettled or entry.parked > 1:
             return False
-        if self._keeps(task, entry, last):
+        return self._judge(task, entry, None, {**dict(entry.given), member: reward})
+
+    def _judge(self, task: Task, entry: Entry, last: tuple[int, bytes] | None, given: Mapping[int, float]) -> bool:
+        if self._keeps(task, entry, last, given):
             self._in_a_row.pop(task.name, None)
             return False
         count = self._in_a_row[task.name] = self._in_a_row.get(task.name, 0) + 1
@@ -48,14 +63,19 @@ class Filters:
             )
         return True
 
-    def _keeps(self, task: Task, entry: Entry, last: tuple[int, bytes] | None) -> bool:
+    def _keeps(self, task: Task, entry: Entry, last: tuple[int, bytes] | None, given: Mapping[int, float]) -> bool:
         held: Mapping[int, tuple[Any, Any]] = {}
         if entry.uid in self._state.buffer.storage:
             held = self._state.buffer.storage.get(entry.uid)
         blobs = {member: blob for member, (blob, _) in held.items() if blob is not None}
         if last is not None:
             blobs[last[0]] = last[1]
-        rollouts = [unpack(blobs[member], f"payload of uid {entry.uid}")[1] for member in sorted(blobs)]
+        rollouts = []
+        for member in sorted(blobs):
+            rollout = unpack(blobs[member], f"payload of uid {entry.uid}")[1]
+            if member in given:
+                rollout = msgspec.structs.replace(rollout, reward=given[member])
+            rollouts.append(rollout)
         try:
             if isinstance(task.filter, ZeroVariance):
                 return task.filter([rollout.reward for rollout in rollouts])

@@ -127,6 +127,7 @@ def inherit(ledger: Ledger, sampler: Sampler, places: Mapping[int, Mapping[int, 
         {name: msgspec.to_builtins(totals) for name, totals in _totals(ledger, anew=places is None).items()},
         ledger.dropped.ranges(),
         ledger.next_uid,
+        sampler.inherited_shares,
     )
 
 

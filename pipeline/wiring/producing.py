@@ -9,20 +9,29 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.buffer.staleness import admissible, floor
+import msgspec
+
 from pipeline.errors import ForebayError, GroupsRejected, RolloutFailed, RolloutInvalid, SourceError
-from pipeline.ledger import BUFFERED, IN_FLIGHT, LEASED, PENDING, RUNNING, WAITING, Entry
+from pipeline.ledger import PARKED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
-from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, PartSaved, Rollout, Started
+from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, Parked, Rollout, Started
 from pipeline.runner.context import RunFacts, Slots
 from pipeline.runner.policies import Verdict, after_failure, check_rollout
 from pipeline.runner.pool import GROUP_TIMEOUT, Job
+from pipeline.sampler.sampler import Draw
 from pipeline.store.codec import pack
+from pipeline.store.contents import decode_content, encode_content
 from pipeline.task import Task
+from pipeline.wiring.admission import Admission
+from pipeline.wiring.evaluating import EvaluationJob, Evaluator
 from pipeline.wiring.groups import Filters, GroupDeadlines, Limits
+from pipeline.wiring.parts import PartKeeper
 from pipeline.wiring.state import RunState
+
+if TYPE_CHECKING:
+    from pipeline.wiring.outside import StreamFeed
 
 
 class PoolSide(Slots, Limits, Protocol):
@@ -40,8 +49,12 @@ class Producer:
         self.paused = True
         """Nothing starts: not started yet, in a weight update, after a failed push, or closing."""
         self._slots: PoolSide | None = None
-        self._filters = Filters(state)
+        self.filters = Filters(state)
         self._deadlines = GroupDeadlines(self._group_late)
+        self.feeds: dict[str, StreamFeed] = {}
+        """What takes items from the tasks' streams."""
+        self.evaluator = Evaluator(state, self._gather_facts)
+        self._asking = False  # whether it is already settled that the next attempt is one for the training
         self._state = state
         self._ready: deque[tuple[int, int, int]] = deque()  # (uid, life, member) to be started before new claims
         self._held: list[tuple[int, int, int]] = []  # heap of those whose turn is too far off for the weights in use
@@ -49,9 +62,7 @@ class Producer:
         self._next_member = 0
         self._item: Item | None = None  # the last that was read, for the other members of its group
         self._facts: RunFacts | None = None
-        self._least_group = min(task.group_size for task in state.tasks.values())
-        self._limited_by: tuple[int, int, int, int] | None = None  # what the limit beside it was computed from
-        self._known_limit = 0
+        self._admission, self._parts = Admission(state), PartKeeper(state)
         state.on_expired = self.requeue
 
     @property
@@ -65,6 +76,8 @@ class Producer:
 
     def requeue(self, entry: Entry) -> None:
         """Queue every member of ``entry`` that is neither in flight nor settled, before any new item."""
+        if entry.task not in self._state.tasks:
+            return  # nobody here can run it: it waits for a run that has its task
         for member, status in enumerate(entry.members):
             if status == PENDING:
                 self._ready.append((entry.uid, entry.life, member))
@@ -85,8 +98,16 @@ class Producer:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing can come any more: no attempt is due, and every source is at its end."""
-        return not self._due and self._state.sampler.exhausted
+        """Whether nothing can come any more: no attempt is due, no reward, and every source is at its end."""
+        return not self._due and not self.rewards_due and self._state.sampler.exhausted
+
+    @property
+    def rewards_due(self) -> bool:
+        """Whether a group of this run's tasks is parked: its reward may come at any time."""
+        counts = self._state.ledger.counts
+        return bool(self._state.ledger.parked) and any(
+            counts[name][PARKED] for name in self._state.tasks if name in counts
+        )
 
     @property
     def blocked(self) -> bool:
@@ -95,8 +116,8 @@ class Producer:
             return False
         if self._held:
             held = self._entry_of(self._held[0])
-            return held is not None and not self._may_rerun(held)
-        return not self._may_claim() or self._state.sampler.exhausted
+            return held is not None and not self._admission.may_rerun(held)
+        return not self._admission.may_claim() or self._state.sampler.exhausted
 
     @property
     def _due(self) -> bool:
@@ -108,11 +129,13 @@ class Producer:
         """Return the next attempt, recorded as started, or None if none may start now."""
         if self.paused or self._state.failure is not None:
             return None
+        if self.evaluator.queue and not self._asking:
+            return self._next_of_both()
         try:
             while self._ready:
                 due = self._ready.popleft()
                 entry = self._entry_of(due)
-                if entry is not None and self._may_rerun(entry):
+                if entry is not None and self._admission.may_rerun(entry):
                     return self._start(entry, due[2])
                 if entry is not None:
                     heapq.heappush(self._held, due)
@@ -122,16 +145,31 @@ class Producer:
             while self._held:
                 due = self._held[0]
                 entry = self._entry_of(due)
-                if entry is not None and not self._may_rerun(entry):
+                if entry is not None and not self._admission.may_rerun(entry):
                     return None
                 heapq.heappop(self._held)
                 if entry is not None:
                     return self._start(entry, due[2])
-            claimed = self._claim() if self._may_claim() else None
+            claimed = self._claim() if self._admission.may_claim() else None
             return None if claimed is None else self._start_next(claimed)
         except Exception as error:
             self._state.fail(error)
             return None
+
+    def _next_of_both(self) -> Job | None:
+        """The next attempt while there is something to evaluate as well."""
+        job: Job | None = self.evaluator.next_job() if self.evaluator.due else None
+        if job is not None:
+            return job
+        self._asking = True
+        try:
+            job = self.next_job()
+        finally:
+            self._asking = False
+        if job is not None:
+            self.evaluator.passed()
+            return job
+        return self.evaluator.next_job()
 
     def room(self) -> Awaitable[None] | None:
         """None, or what to wait for while the write queue is full."""
@@ -145,6 +183,8 @@ class Producer:
         state = self._state
         entry = state.ledger.entries.get(job.item.uid)
         if entry is None or entry.life != job.life:
+            if type(job) is EvaluationJob:  # the ledger knows nothing of it
+                self.evaluator.finished(job, rollout)
             return
         try:
             fault = check_rollout(rollout, job.item)
@@ -166,9 +206,9 @@ class Producer:
             state.fail(error)
             return
         rejected = False
-        if job.task.filter is not None:
+        if job.task.filter is not None and not job.parked:
             try:
-                rejected = self._filters.rejects(job.task, entry, (job.member, blob))
+                rejected = self.filters.rejects(job.task, entry, (job.member, blob))
             except GroupsRejected as error:  # the member has finished all the same, and its group is dropped
                 rejected = True
                 state.fail(error)
@@ -176,6 +216,9 @@ class Producer:
 
     def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> None:
         state = self._state
+        if job.parked:
+            self._park(job, rollout, blob, oldest, newest)
+            return
         segment, offset, location = -1, 0, None
         if state.writer is not None:
             location = state.writer.writer.place(blob, job.item.uid, job.member, job.life)
@@ -199,18 +242,45 @@ class Producer:
             )
         )
         if became is not None:
+            if state.learners:
+                state.teach(became)
             state.expire_stale()
             state.changed.notify()
         elif rejected:
             state.changed.notify()  # a waiting trainer may now see that nothing more comes
+        elif state.ledger.parked.by_version:  # perhaps this was the last member that others had been parked for
+            state.expire_stale()
         if job.task.group_timeout is not None and (became is not None or rejected):
             self._deadlines.end(job.item.uid, job.life)
+
+    def _park(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int) -> None:
+        state = self._state
+        segment, offset = state.keep(job.item.uid, job.member, job.life, blob)
+        state.record(
+            Parked(
+                job.item.uid,
+                job.member,
+                job.attempt,
+                oldest,
+                newest,
+                segment,
+                offset,
+                len(blob),
+                rollout.tokens,
+                state.clock.now() - job.started,
+            )
+        )
+        state.log.debug(events.ROLLOUT_PARKED, task=job.task.name, uid=job.item.uid, member=job.member)
+        state.expire_stale()
+        state.changed.notify()
 
     def failed(self, job: Job, error: BaseException, reason: str) -> None:
         """Count a failure, and retry, give up or stop as the task's policy says."""
         state = self._state
         entry = state.ledger.entries.get(job.item.uid)
         if entry is None or entry.life != job.life:
+            if type(job) is EvaluationJob:
+                self.evaluator.failed(job, error, reason)
             return
         failures = entry.failures[job.member] + 1
         verdict = after_failure(job.task.on_failure, failures)
@@ -220,7 +290,9 @@ class Producer:
         final = verdict is Verdict.GIVE_UP
         seconds = state.clock.now() - job.started
         rejected = final and self._rejected_without(job.task, entry)
-        state.record(Failed(job.item.uid, job.member, job.attempt, reason, _encodable(text), final, seconds, rejected))
+        became = state.record(
+            Failed(job.item.uid, job.member, job.attempt, reason, _encodable(text), final, seconds, rejected)
+        )
         log = state.log.warning if final else state.log.info
         log(
             events.ROLLOUT_FAILED,
@@ -238,6 +310,8 @@ class Producer:
             stop = RolloutFailed(f"{job.item}, member {job.member}, attempt {job.attempt}: {text}")
             stop.__cause__ = error
             state.fail(stop)
+        if became is not None:
+            state.teach(became)
         if final:
             state.expire_stale()  # the last member may have given up, and the group be whole without it
         state.changed.notify()
@@ -245,7 +319,7 @@ class Producer:
     def _rejected_without(self, task: Task, entry: Entry) -> bool:
         """Whether a group whose last member has just given up is rejected."""
         try:
-            return self._filters.rejects(task, entry)
+            return self.filters.rejects(task, entry)
         except GroupsRejected as error:
             self._state.fail(error)
             return True
@@ -263,7 +337,9 @@ class Producer:
         text = f"the group took longer than group_timeout={task.group_timeout} s"
         for member in [place for place, status in enumerate(entry.members) if status == PENDING]:
             rejected = self._rejected_without(task, entry)
-            state.record(Failed(uid, member, entry.attempts[member], GROUP_TIMEOUT, text, True, 0.0, rejected))
+            became = state.record(Failed(uid, member, entry.attempts[member], GROUP_TIMEOUT, text, True, 0.0, rejected))
+            if became is not None:
+                state.teach(became)
         assert self._slots is not None
         self._slots.cut_group(uid)
         state.expire_stale()
@@ -275,6 +351,8 @@ class Producer:
         state = self._state
         entry = state.ledger.entries.get(job.item.uid)
         if entry is None or entry.life != job.life:
+            if type(job) is EvaluationJob:
+                self.evaluator.interrupted(job)
             return
         state.record(Interrupted(job.item.uid, job.member, job.attempt, reason))
         self._ready.appendleft((job.item.uid, job.life, job.member))
@@ -295,59 +373,12 @@ class Producer:
         entry = self._state.ledger.entries.get(uid)
         return entry if entry is not None and entry.life == life and entry.members[member] == PENDING else None
 
-    def _may_claim(self) -> bool:
-        state = self._state
-        return len(state.ledger.entries) - state.absent < self._limit()
-
-    def _may_rerun(self, entry: Entry) -> bool:
-        """Whether a claimed group may start again: what comes to be trained before it leaves room for it.
-
-        After a crash more may be outstanding than is admissible for the weights that were restored; what starts too
-        early would be too old when its turn comes.
-        """
-        state = self._state
-        if entry.state != WAITING:
-            return True
-        limit = self._limit()
-        if state.outstanding <= limit:
-            return True
-        if state.in_draw_order:
-            # What waits for a task that this run does not have is in nobody's way.
-            entries = state.ledger.entries.values()
-            ahead = sum(
-                each.uid < entry.uid and (each.task in state.tasks or each.state >= BUFFERED) for each in entries
-            )
-            return ahead < limit
-        return state.outstanding - (state.ledger.count(WAITING) - state.absent) < limit
-
-    def _limit(self) -> int:
-        """Return how many groups may be outstanding now."""
-        state = self._state
-        if state.options.strategy == "synchronous":
-            return state.ledger.count(LEASED) + state.wanted
-        # It is asked for at every rollout, and changes with the batches.
-        given = (state.asked, state.progress.batch_groups, state.ledger.step, state.version)
-        if given != self._limited_by:
-            self._known_limit, self._limited_by = self._limit_of(*given), given
-        return self._known_limit
-
-    def _limit_of(self, asked: int, batch_groups: int, trained: int, version: int) -> int:
-        options = self._state.options
-        limit = admissible(
-            max_staleness=options.max_staleness,
-            # What the run was resumed from counts last: this trainer may ask for other batches.
-            batch_groups=asked or options.batch_groups or batch_groups,
-            trained=trained,
-            version=version,
-            capacity=options.capacity,
-        )
-        if limit is None:  # nobody has asked for a batch yet: no more than can run at once
-            limit = -(-options.concurrency // self._least_group)
-        return limit
-
     def _claim(self) -> Entry | None:
         state = self._state
         draw = state.sampler.draw()
+        if self.feeds and draw is not None and draw.task in self.feeds:
+            self.feeds[draw.task].ask()
+            return None
         if draw is None:
             state.changed.notify()  # a waiting trainer may now see that this was all
             return None
@@ -355,9 +386,17 @@ class Producer:
             state.record(draw.began)
         task = state.tasks[draw.task]
         uid = state.ledger.next_uid
-        state.record(Claimed(uid, draw.task, draw.epoch, draw.position, draw.index, task.group_size, task.min_group))
+        claimed = Claimed(uid, draw.task, draw.epoch, draw.position, draw.index, task.group_size, task.min_group)
+        if state.learners and draw.task in state.learners:
+            claimed = msgspec.structs.replace(claimed, content=self._kept(draw))
+        state.record(claimed)
         self._opened, self._next_member = state.ledger.entries[uid], 0
         return self._opened
+
+    def _kept(self, draw: Draw) -> bytes:
+        """What a learning source gives now: another day it may give something else for the same index."""
+        content = self._give(draw.task, draw.index)
+        return encode_content(content, f"task {draw.task!r}, item {draw.index}")
 
     def _start_next(self, entry: Entry) -> Job:
         """Start the next member of the group that was claimed last."""
@@ -385,65 +424,38 @@ class Producer:
             task,
             entry.life,
             state.clock.now(),
+            kind=entry.kind,
             _failures=entry.failures[member],
             _run=self._facts or self._gather_facts(),
         )
         if state.partials.by_uid:
-            self._go_on(job)
+            self._parts.go_on(job)
         return job
 
     def _gather_facts(self) -> RunFacts:
         state = self._state
-        keep = self._save_partial if state.options.partial else None
+        keep = self._parts.save if state.options.partial else None
         self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self.slots, keep)
         return self._facts
-
-    def _go_on(self, job: Job) -> None:
-        """Give the attempt what an earlier one kept, unless that is too old to be trained by now."""
-        state = self._state
-        part = state.partials.get(job.item.uid, job.member)
-        if part is None:
-            return
-        least = floor(state.ledger.next_step, state.options.max_staleness)
-        if least is not None and part.oldest < least:
-            state.partials.discard(job.item.uid, job.member)
-        else:
-            job._part, job._oldest = part.blob, min(part.oldest, job.version)
-
-    def _save_partial(self, job: Job, rollout: Rollout) -> None:
-        """Keep what an attempt has so far."""
-        state = self._state
-        entry = state.ledger.entries.get(job.item.uid)
-        if entry is None or entry.life != job.life or entry.members[job.member] != IN_FLIGHT:
-            return  # its attempt is over
-        check_rollout(rollout, job.item)
-        oldest = rollout.oldest
-        if oldest is None:
-            oldest = job.version if job._oldest is None else job._oldest
-        newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
-        blob = pack(rollout, job.item, member=job.member, attempt=job.attempt, life=job.life, versions=(oldest, newest))
-        segment, offset = -1, 0
-        if state.writer is not None:
-            location = state.writer.writer.place(blob, job.item.uid, job.member, job.life)
-            segment, offset = location.segment, location.offset
-        event = PartSaved(job.item.uid, job.member, job.attempt, oldest, newest, segment, offset, len(blob))
-        state.record(event)
-        state.partials.apply(state.incarnation, state.options.rank, event, blob)
 
     def _version_now(self) -> int:
         return self._state.version
 
     def _read(self, entry: Entry) -> Item:
         """Read the item; a group's members share one reading."""
-        try:
-            content = self._state.tasks[entry.task].source.item(entry.index)
-        except ForebayError:
-            raise
-        except Exception as error:
-            raise SourceError(f"task {entry.task!r}: the source failed at item {entry.index}: {error!r}") from error
+        kept = entry.content
+        content = self._give(entry.task, entry.index) if kept is None else decode_content(kept)
         item = Item(entry.task, entry.epoch, entry.index, entry.uid, content)
         self._item = item if entry.size > 1 else None
         return item
+
+    def _give(self, task: str, index: int) -> Any:
+        try:
+            return self._state.tasks[task].source.item(index)
+        except ForebayError:
+            raise
+        except Exception as error:
+            raise SourceError(f"task {task!r}: the source failed at item {index}: {error!r}") from error
 
 
 def _encodable(text: str) -> str:

@@ -17,13 +17,14 @@ from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
-from pipeline.ledger import BUFFERED, LEASED, ConsumerHalf, Lease, Ledger
-from pipeline.records import BatchHint, Claimed, Inherited, Location, Opened
+from pipeline.ledger import BUFFERED, LEASED, PARKED, ConsumerHalf, Lease, Ledger
+from pipeline.records import BatchHint, Claimed, Feedback, Inherited, Location, Opened
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
 from pipeline.store.journal import JournalPosition, Logged, read_journal, read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
+from pipeline.wiring.evaluations import Evaluations
 from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, Line, read_inherited
 from pipeline.wiring.state import PayloadPlaces
 
@@ -45,12 +46,15 @@ class Recovered(NamedTuple):
     events: int
     positions: list[JournalPosition]
     """Where the journals ended that were folded: what the next generation counts on."""
+    evaluations: Evaluations
     partials: Partials
     """What attempts in flight had kept."""
     set_aside: int = 0
     """Events that came after the generation and do not count."""
     inherited: Inherited | None = None
     """What the new incarnation's journal holds next, where no journal was folded."""
+    feedback: Sequence[Feedback] = ()
+    """And after that: what sources that learn had been told."""
 
 
 def recover_run(
@@ -113,6 +117,7 @@ def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] |
     kept = {uid: members for uid, members in folded.places.places.items() if uid in ledger.entries}
     _check_payloads(layout, run_tag, ledger, kept)
     _read_partials(layout, run_tag, ledger, partials)
+    folded.evaluations.apply(opened.incarnation, opened.rank, opened)
     return Recovered(
         ledger,
         folded.sampler,
@@ -123,6 +128,7 @@ def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] |
         _read_states(saved.stored),
         folded.events,
         positions,
+        folded.evaluations,
         partials,
         folded.set_aside,
     )
@@ -133,13 +139,15 @@ def _recover_without_buffer(saved: Saved) -> Recovered:
     stored, half, line = saved.stored, saved.half, saved.line
     _check_seed(saved.seed, stored.manifest.options.get("seed", saved.seed))
     listed = read_inherited(os.path.join(stored.folder, PRODUCER_FILE))
-    set_aside, next_uid = _look_beyond(saved.layout, saved.run_tag, line)
+    set_aside, next_uid, feedback = _look_beyond(saved.layout, saved.run_tag, line)
     # The journals, where they are, have used more uids; none is ever used twice.
     inherited = msgspec.structs.replace(listed, next_uid=max(listed.next_uid, next_uid))
     ledger, sampler = Ledger(half), Sampler(saved.plans, saved.seed)
     ledger.apply(saved.opened)
     ledger.apply(inherited)
     sampler.apply(inherited)
+    for told in feedback:
+        sampler.apply(told)
     ledger.restore(half)
     return Recovered(
         ledger,
@@ -151,17 +159,20 @@ def _recover_without_buffer(saved: Saved) -> Recovered:
         _read_states(stored),
         0,
         [JournalPosition(incarnation=each[0], rank=each[1], sequence=each[2]) for each in line.discarded],
+        Evaluations(),
         Partials(),
         set_aside,
         inherited,
+        sampler.untold(),
     )
 
 
-def _look_beyond(layout: Layout, run_tag: int, line: Line) -> tuple[int, int]:
-    """Count the events that are set aside, and return a uid above all that the journals name.
+def _look_beyond(layout: Layout, run_tag: int, line: Line) -> tuple[int, int, list[Feedback]]:
+    """Count the events that are set aside; return also a uid above all that the journals name, and the feedback.
 
     Nothing hangs on the journals here, so one that is damaged is read as far as it goes.
     """
+    told: list[Feedback] = []
     caps = {(incarnation, rank): last for incarnation, rank, last in line.discarded}
     count = next_uid = 0
     for name in layout.list_journals():
@@ -170,9 +181,11 @@ def _look_beyond(layout: Layout, run_tag: int, line: Line) -> tuple[int, int]:
                 count += logged.sequence > caps.get((name.incarnation, name.rank), 0)
                 if type(logged.event) is Claimed:
                     next_uid = max(next_uid, logged.event.uid + 1)
+                elif type(logged.event) is Feedback and logged.sequence <= caps.get(logged[:2], 0):
+                    told.append(logged.event)
         except ForebayError:
             continue
-    return count, next_uid
+    return count, next_uid, told
 
 
 def _fold_journals(
@@ -230,6 +243,7 @@ class Fold:
         self.ledger, self.sampler = Ledger(half), Sampler(plans, seed)
         self.places = PayloadPlaces(places={})
         self.partials = Partials()
+        self.evaluations = Evaluations()
         self.hints: list[BatchHint] = []
         """The batches that the generation's own line handed out after it. The line is what the incarnation that
         committed the generation did next; others are abandoned, and their hints ignored."""
@@ -256,6 +270,7 @@ class Fold:
         self.sampler.apply(event)
         self.places.apply(incarnation, rank, event)
         self.partials.apply(incarnation, rank, event)
+        self.evaluations.apply(incarnation, rank, event)
         if type(event) is BatchHint and incarnation == self._incarnation and sequence > self._from(incarnation, rank):
             self.hints.append(event)
 
@@ -331,6 +346,6 @@ def _check_payloads(layout: Layout, run_tag: int, ledger: Ledger, places: Mappin
     PayloadReader(layout, run_tag).verify(
         (entry.uid, member, location)
         for entry in ledger.entries.values()
-        if entry.state in (BUFFERED, LEASED)
+        if entry.state in (BUFFERED, LEASED, PARKED)
         for member, location in places.get(entry.uid, {}).items()
     )

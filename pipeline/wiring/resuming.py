@@ -12,7 +12,7 @@ import msgspec
 from pipeline.checkpoint.generations import Stored, choose, find_generations
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.errors import Damaged, StoreError, UsageError
-from pipeline.ledger import BUFFERED, WAITING
+from pipeline.ledger import BUFFERED, PARKED, WAITING
 from pipeline.observe import events
 from pipeline.records import Dropped, EpochBegan, Opened
 from pipeline.sampler.progress import restore_in_place
@@ -43,6 +43,8 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """Items that were in flight, and are run again first."""
     repeated: int = 0
     """Batches that were handed out after the generation, and are handed out again."""
+    parked: int = 0
+    """Groups that came back and wait for a reward."""
     changed: dict[str, str] = {}
     """What is not as it was saved: ``{"tasks.math.share": "1.0 -> 3.0"}``. It is honoured from the next draw."""
     set_aside: int = 0
@@ -96,11 +98,11 @@ def find_to_resume(
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory)
     line = find_line(layout, origin.tag, stored.manifest, discard=state.options.after_crash == "discard")
-    opened = opening(state, stored.manifest.generation, stored.manifest.step)
+    opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
     if origin.forked:  # whatever an earlier try left in the new run's folder does not count
         own = [(name.incarnation, name.rank, NOTHING) for name in folder.layout.list_journals()]
         name = f"{origin.run_id}/{stored.manifest.generation}"
-        opened = msgspec.structs.replace(opened, generation=-1, discarded=own, origin=name)
+        opened = msgspec.structs.replace(opened, generation=-1, parent=-1, discarded=own, origin=name)
     else:
         opened = msgspec.structs.replace(opened, discarded=line.discarded)
     recovered = recover_run(
@@ -117,7 +119,7 @@ def find_to_resume(
     return Found(stored, recovered, opened, origin)
 
 
-def opening(state: RunState, generation: int, step: int) -> Opened:
+def opening(state: RunState, generation: int, step: int, parent: int = -1) -> Opened:
     """Return the event that begins this incarnation's journal."""
     return Opened(
         state.incarnation,
@@ -129,6 +131,7 @@ def opening(state: RunState, generation: int, step: int) -> Opened:
         socket.gethostname(),
         os.getpid(),
         state.clock.wall(),
+        parent=parent,
     )
 
 
@@ -175,6 +178,7 @@ def check_sources(state: RunState, found: Found, restart: Sequence[str]) -> None
 def adopt(state: RunState, found: Found) -> None:
     """Put what was recovered in use, in memory."""
     recovered = found.recovered
+    recovered.sampler.teach()
     for uid, members in recovered.places.items():
         for member, place in members.items():
             state.buffer.storage.put(uid, member, None, place)
@@ -185,6 +189,7 @@ def adopt(state: RunState, found: Found) -> None:
     state.rebuild(recovered.ledger, recovered.sampler, recovered.pending)
     if state.options.partial:
         state.partials = recovered.partials
+    state.evaluations = recovered.evaluations
     state.version = found.stored.manifest.step
     for name in recovered.ledger.totals:
         if name not in state.tasks:
@@ -206,6 +211,7 @@ def settle(state: RunState, restart: Sequence[str]) -> None:
         if entry.deaths > state.options.max_deaths and entry.unsettled:
             state.log.error(events.ROLLOUT_QUARANTINED, task=entry.task, uid=entry.uid, deaths=entry.deaths)
             state.record(Dropped(entry.uid, "quarantined"))
+    state.count_absent()
     state.release_broken()
 
 
@@ -218,6 +224,7 @@ def describe(state: RunState, found: Found) -> Resumed:
         buffered=state.ledger.count(BUFFERED),
         waiting=state.ledger.count(WAITING),
         repeated=len(state.pending),
+        parked=state.ledger.count(PARKED),
         changed=changes(state, found.stored.manifest),
         set_aside=found.recovered.set_aside,
     )

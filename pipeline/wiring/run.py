@@ -22,6 +22,7 @@ from pipeline.config import PipelineOptions
 from pipeline.engines import LocalEngine
 from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError
 from pipeline.interfaces import Engine, Stateful
+from pipeline.ledger import PARKED
 from pipeline.observe import Watchdog, events
 from pipeline.records import Closed, Opened
 from pipeline.runner.pool import Pool
@@ -30,10 +31,13 @@ from pipeline.store.segments import PayloadReader
 from pipeline.store.service import WriterService
 from pipeline.store.writer import StoreWriter
 from pipeline.supervisor import Supervisor, root_cause
-from pipeline.task import Task
+from pipeline.task import StreamSource, Task
 from pipeline.wiring.consuming import Consumer
+from pipeline.wiring.evaluating import check_evaluation, examine
+from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.folder import RunFolder
 from pipeline.wiring.forking import copy_payloads, forked
+from pipeline.wiring.outside import Outside, StreamFeed
 from pipeline.wiring.producing import Producer
 from pipeline.wiring.resuming import (
     Found,
@@ -72,6 +76,7 @@ class Run:
         self.producer = Producer(self.state)
         self.consumer = Consumer(self.state, self.producer, self._the_pool, self.in_thread)
         self.weights = Weights(self.state, self.producer, self._the_pool)
+        self.outside = Outside(self.state, self.producer, self._the_pool)
         self.attached: dict[str, Stateful] = {}
         self.started = False
         self._files = files or OsFiles()
@@ -138,7 +143,7 @@ class Run:
 
     async def _seal(self) -> None:
         self.producer.paused = True
-        self.consumer.closed = True
+        self.consumer.closed = self.state.ended = True
         self.state.changed.notify()
         try:
             if self.state.writer is not None:
@@ -243,6 +248,8 @@ class Run:
         self.weights.require_update(state.version)
         if found.recovered.inherited is not None:  # folded already, as the event before it
             writer.writer.append(found.recovered.inherited)
+            for told in found.recovered.feedback:
+                writer.writer.append(told)
         settle(state, restart)
         await self._load_for_filters()
         self.producer.requeue_all()
@@ -270,7 +277,8 @@ class Run:
         places = [
             (uid, member, place)
             for uid, entry in state.ledger.entries.items()
-            if entry.unsettled and entry.task in state.tasks and state.tasks[entry.task].filter is not None
+            if entry.unsettled or entry.state == PARKED
+            if entry.task in state.tasks and state.tasks[entry.task].filter is not None
             if uid in state.buffer.storage
             for member, (_, place) in state.buffer.storage.get(uid).items()
             if place is not None
@@ -331,15 +339,52 @@ class Run:
     def produce(self) -> None:
         """Second half of ``start``: let rollouts run."""
         state = self.state
+        for name, before, after in state.sampler.changed_shares():
+            state.log.info(events.SHARE_CHANGED, task=name, before=before, after=after, by="task")
         shares = state.sampler.shares_event()
         if shares is not None:
             state.record(shares)
+        self._feed_streams()
         self.started = True
         self.weights.open_gate()
         state.log.info(
             events.RUN_STARTED, version=state.version, tasks=list(state.tasks), concurrency=self.options.concurrency
         )
         self._the_pool().pump()
+
+    def _feed_streams(self) -> None:
+        assert self._group is not None
+        for name, task in self.state.tasks.items():
+            if isinstance(task.source, StreamSource):
+                feed = self.producer.feeds[name] = StreamFeed(task, self.state, self.producer, self._the_pool)
+                self._group.start_soon(feed.run, name=f"forebay stream of {name}")
+
+    # -- from outside --------------------------------------------------------------------------------------------
+
+    async def from_outside(self, change: Callable[[Outside], T]) -> T:
+        """Let something come from outside: ``change`` at once, or not at all, and return when it is written."""
+        self.require_open()
+        if self._folder is not None and self.state.writer is None:
+            raise UsageError("the run's directory is not in use yet: this comes after start(), or after resume()")
+        changed = change(self.outside)
+        await self.outside.written()
+        return changed
+
+    async def evaluate(
+        self, task: Task | str, version: int | None, items: int | Sequence[int] | None, samples: int
+    ) -> Evaluation:
+        """See :meth:`pipeline.Pipeline.evaluate`."""
+        self.require_open()
+        self.consumer.raise_failure()
+        check_evaluation(self.started, self.weights.updating)
+        return await self.producer.evaluator.evaluate(
+            examine(self.state, task, version, items, samples),
+            pool=self._the_pool(),
+            reader=self.consumer.reader,
+            in_thread=self.in_thread,
+            raise_failure=self.consumer.raise_failure,
+            written=self.outside.written,
+        )
 
     # -- saving ----------------------------------------------------------------------------------------------------
 

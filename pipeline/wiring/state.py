@@ -17,13 +17,29 @@ from pipeline.buffer.partials import Partials
 from pipeline.buffer.staleness import floor
 from pipeline.clock import Clock
 from pipeline.config import PipelineOptions
-from pipeline.ledger import BUFFERED, ConsumerHalf, Entry, Lease, Ledger, TaskTotals
+from pipeline.errors import SourceError
+from pipeline.ledger import BUFFERED, FINISHED, LEASED, ConsumerHalf, Entry, Lease, Ledger, TaskTotals
 from pipeline.observe import RunContext, events, logger
-from pipeline.records import AnyEvent, Claimed, Dropped, Failed, Finished, Inherited, Location, Reopened, Started
+from pipeline.records import (
+    EXTERNAL,
+    AnyEvent,
+    Claimed,
+    Dropped,
+    Failed,
+    Feedback,
+    Finished,
+    Inherited,
+    Location,
+    Parked,
+    Reopened,
+    Rewarded,
+    Started,
+)
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.store.service import WriterService
 from pipeline.task import Task
 from pipeline.waiting import Signal
+from pipeline.wiring.evaluations import Evaluations
 
 
 class RunState:
@@ -42,6 +58,10 @@ class RunState:
         does not tell which of them a crash delayed."""
         self.ledger = Ledger()
         self.sampler = Sampler(list(self.plans.values()), options.seed)
+        self.sampler.teach()
+        self.learners = self.sampler.learners
+        """Tasks whose source learns from what its groups came to."""
+        self.evaluations = Evaluations()
         self.buffer = self._new_buffer()
         self.partials = Partials()
         self.progress = Progress()
@@ -62,6 +82,10 @@ class RunState:
         """A push of weights failed: nothing starts until one succeeds."""
         self.absent = 0
         """Items that wait for a task which this run does not have; they are kept, and in nobody's way."""
+        self.evaluating = 0
+        """Attempts of evaluations: they are in flight, and in nobody's batch."""
+        self.ended = False
+        """Whether the run was closed, for whatever reason."""
         self.wanted = 0
         """Groups that a trainer waits for now."""
         self.asked = 0
@@ -76,6 +100,15 @@ class RunState:
             if self.writing:
                 writer.notify()
         return self.apply(event)
+
+    def keep(self, uid: int, member: int, life: int, blob: bytes) -> tuple[int, int]:
+        """Hold a payload and queue it to be written. Returns its segment (-1: none) and its offset there."""
+        if self.writer is None:
+            self.buffer.storage.put(uid, member, blob, None)
+            return -1, 0
+        location = self.writer.writer.place(blob, uid, member, life)
+        self.buffer.storage.put(uid, member, blob, location)
+        return location.segment, location.offset
 
     def apply(self, event: AnyEvent) -> Entry | None:
         """Apply an event to every component: the path that life and recovery share."""
@@ -101,9 +134,21 @@ class RunState:
             self._forget_ended(event.uid)  # type: ignore[union-attr]
         elif kind is Reopened:
             self.buffer.opened(event.uid)  # type: ignore[union-attr]
+        elif kind is Rewarded:
+            if became is not None:
+                self._enter(became)
+            elif event.uid not in self.ledger.entries:  # type: ignore[union-attr]  # rejected by its filter
+                self._forget_ended(event.uid)  # type: ignore[union-attr]
         else:
             self.sampler.apply(event)
+            self.evaluations.apply(self.incarnation, self.options.rank, event)
         return became
+
+    def _enter(self, entry: Entry) -> None:
+        """A group became buffered; the buffer has not been told yet."""
+        self.buffer.closed(entry.uid)
+        self.buffer.add(entry.uid, entry.effective)
+        self.count_absent()
 
     def _forget_ended(self, uid: int) -> None:
         entry = self.ledger.entries.get(uid)
@@ -135,19 +180,39 @@ class RunState:
             return
         least = floor(self.ledger.next_step, self.options.max_staleness)
         expired = [] if least is None else self.buffer.older_than(least)
+        if least is not None and self.ledger.parked:
+            expired += self.ledger.parked.older_than(least)
         if expired:
             self.log.info(events.STALE_EXPIRED, count=len(expired), oldest=least, version=self.version)
         for uid in expired:
             entry = self.ledger.entries[uid]
             # Weights that went back in a crash are no fault of the item: that does not use up its rerolls.
             reason = "expired" if entry.made == self.ledger.incarnation else "outlived"
-            if reason == "expired" and entry.rerolls >= self.options.max_rerolls:
+            spent = reason == "expired" and entry.rerolls >= self.options.max_rerolls
+            if spent or (entry.kind == EXTERNAL and entry.content is None):  # a rollout alone cannot be run again
                 self.record(Dropped(uid, "expired"))
             else:
-                self.buffer.remove(uid)
+                if uid in self.buffer:  # or else it is parked
+                    self.buffer.remove(uid)
                 self.buffer.storage.discard(uid)
                 self.record(Reopened(uid, reason))
                 self.on_expired(entry)
+        if expired:
+            self.count_absent()
+
+    def teach(self, entry: Entry) -> None:
+        """Tell the source of a group that became buffered what it came to, if it learns from that."""
+        if entry.task not in self.learners or entry.kind == EXTERNAL:
+            return
+        value = entry.rewards / entry.members.count(FINISHED)
+        try:
+            self.record(Feedback(entry.task, entry.uid, entry.index, value))
+        except Exception as error:
+            failed = SourceError(
+                f"task {entry.task!r}: its source's feedback() failed at item {entry.index}: {error!r}"
+            )
+            failed.__cause__ = error
+            self.fail(failed)
 
     # -- the window since the last batch -----------------------------------------------------------------------
 
@@ -189,15 +254,21 @@ class RunState:
         fresh = self._new_buffer()
         fresh.storage = self.buffer.storage
         self.buffer = fresh
-        self.absent = 0
+        self.count_absent()
         for entry in ledger.entries.values():
             if entry.state != BUFFERED and entry.task in self.tasks:
                 fresh.opened(entry.uid)
-            elif entry.state != BUFFERED:
-                self.absent += 1
         for entry in sorted(ledger.entries.values(), key=lambda entry: entry.order):
             if entry.state == BUFFERED and entry.uid not in reserved:
                 fresh.add(entry.uid, entry.effective)
+
+    def count_absent(self) -> None:
+        """Count again what waits for tasks that this run does not have; call it where such items change."""
+        self.absent = sum(
+            sum(counts) - counts[BUFFERED] - counts[LEASED]
+            for name, counts in self.ledger.counts.items()
+            if name not in self.tasks
+        )
 
     def release_broken(self) -> None:
         """Give up batches that were to be handed out again, from the first of which a group was dropped."""
@@ -240,7 +311,7 @@ class PayloadPlaces(msgspec.Struct):
 
     def apply(self, incarnation: int, rank: int, event: AnyEvent) -> None:
         """Note where a finished member lies; a group that is run again begins anew."""
-        if type(event) is Finished:
+        if type(event) is Finished or type(event) is Parked:
             where = Location(incarnation, rank, event.segment, event.offset, event.length)
             self.places.setdefault(event.uid, {})[event.member] = where
         elif type(event) is Reopened or type(event) is Dropped:

@@ -36,6 +36,8 @@ class RolloutStatistics(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     failed: int
     interrupted: int
+    evaluating: int
+    """Attempts of evaluations; the other figures but ``finished``, ``failed`` and ``interrupted`` include them."""
 
 
 class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +131,7 @@ def take_statistics(state: RunState, pool: Pool | None, last: BatchStatistics) -
             finished=sum(each.finished for each in totals),
             failed=sum(each.failed for each in totals),
             interrupted=sum(each.interrupted for each in totals),
+            evaluating=state.evaluating,
         ),
         buffer=BufferStatistics(
             groups=ledger.count(BUFFERED),

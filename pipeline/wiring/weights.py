@@ -23,6 +23,11 @@ class Weights:
         self._required: int | None = None
         self._open = False
 
+    @property
+    def updating(self) -> bool:
+        """Whether an update is open."""
+        return self._updating
+
     def require_update(self, version: int) -> None:
         """After a resume: servers may hold other weights, until an update has set ``version``."""
         self._required = version

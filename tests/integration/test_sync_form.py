@@ -226,3 +226,47 @@ def test_one_item_can_be_tried_with_no_run_at_all() -> None:
         Pipeline(Task("look", source=numbers(5), run=look)).sync().try_one(Task("t", source=numbers(5), run=look), 3)
     )
     assert tried["n"] == [3, 0, 1]
+
+
+def test_the_verbs_that_are_not_only_for_training(run_directory: str) -> None:
+    async def later(item: Item, ctx: Context) -> Rollout:
+        if item["n"] < 2:
+            ctx.park()
+        return Rollout({"n": [item["n"]]}, reward=float(item["n"]))
+
+    given = [task(2, later), task(2, later, name="other")]
+    exam = Task("exam", source=numbers(3), run=later)
+    with pipeline(given, directory=run_directory, capacity=20).sync() as pipe:
+        pipe.start()
+        by_hand = pipe.submit("numbers", {"n": 5})
+        put = pipe.put(given[1], [Rollout({"n": [7]}, reward=7.0), Rollout({"n": [8]}, reward=8.0)])
+        pipe.set_share("other", 2.0)
+        result = pipe.evaluate(exam, samples=2)
+        assert [(each.index, each.member, each.reward) for each in result] == [
+            (n, member, float(n)) for n in range(3) for member in range(2)
+        ]
+        assert [rollout["n"].tolist() for rollout in result.rollouts] == [[0], [0], [1], [1], [2], [2]]
+        first = pipe.get_batch(2)
+        assert sorted(first.uids) == sorted([by_hand, put]), "the others wait for their rewards"
+        parked = sorted(pipe.ledger.parked)
+        assert len(parked) == 4
+        for uid in parked[:3]:
+            pipe.reward(uid, 10.0 + uid)
+        pipe.discard(parked[3])
+        assert sorted(pipe.get_batch(3).rewards.tolist()) == [10.0 + uid for uid in parked[:3]]
+        with pytest.raises(UsageError, match="it is dropped"):
+            pipe.reward(parked[3], 1.0)
+        with pytest.raises(EndOfSource):
+            pipe.get_batch(1)
+    with pytest.raises(ClosedError):
+        pipe.submit("numbers", {"n": 1})
+
+
+def test_an_evaluation_with_threads_outlives_the_process(run_directory: str) -> None:
+    exam = Task("exam", source=numbers(5), run=task().run)
+    for reused in (0, 5):
+        with pipeline(directory=run_directory).sync() as pipe:
+            with pipe.weight_update(version=pipe.resume().version):
+                pass
+            pipe.start()
+            assert pipe.evaluate(exam).reused == reused

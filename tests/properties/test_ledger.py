@@ -17,18 +17,22 @@ from pipeline.records import (
     Claimed,
     Closed,
     Dropped,
+    Evaluated,
     Failed,
+    Feedback,
     Finished,
     Interrupted,
     Mixed,
     Opened,
+    Parked,
     Reopened,
+    Rewarded,
     Started,
 )
 from tests.properties.conftest import SOAK
 from tests.support.ledger_model import Model
 
-MEMBER_STATUS = ("pending", "in flight", "finished", "given up")
+MEMBER_STATUS = ("pending", "in flight", "finished", "given up", "unrewarded")
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -49,7 +53,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.apply(event)
         if self.model.finished > before:
             assert became is not None
-            assert isinstance(event, (Finished, Failed))
+            assert isinstance(event, (Finished, Failed, Rewarded))
             assert became.uid == event.uid
         else:
             assert became is None
@@ -62,10 +66,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # -- the producers ---------------------------------------------------------------------------------------------
 
-    @rule(task=st.sampled_from("ab"), size=st.integers(1, 3), data=st.data())
-    def claim(self, task: str, size: int, data: st.DataObject) -> None:
+    @rule(task=st.sampled_from("ab"), size=st.integers(1, 3), data=st.data(), content=st.sampled_from([None, b"c"]))
+    def claim(self, task: str, size: int, data: st.DataObject, content: bytes | None) -> None:
         uid = self.ledger.next_uid
-        self.record(Claimed(uid, task, 0, uid, uid, size, data.draw(st.integers(1, size))))
+        self.record(Claimed(uid, task, 0, uid, uid, size, data.draw(st.integers(1, size)), content=content))
 
     @precondition(lambda self: self.model.members("pending"))
     @rule(data=st.data(), all_of_it=st.booleans())
@@ -85,6 +89,27 @@ class LedgerMachine(RuleBasedStateMachine):
             self.record(Finished(uid, each, attempt, reward / 2, oldest, oldest + 1, tokens=each + 1, seconds=0.5))
 
     @precondition(lambda self: self.model.members("in flight"))
+    @rule(data=st.data(), oldest=st.integers(0, 9))
+    def park(self, data: st.DataObject, oldest: int) -> None:
+        uid, member = data.draw(st.sampled_from(self.model.members("in flight")))
+        attempt = self.model.items[uid].attempts[member]
+        self.record(Parked(uid, member, attempt, oldest, oldest + 1, tokens=member + 1, seconds=0.5))
+
+    @precondition(lambda self: self.model.members("unrewarded"))
+    @rule(data=st.data(), reward=st.integers(-3, 3))
+    def reward(self, data: st.DataObject, reward: int) -> None:
+        uid, member = data.draw(st.sampled_from(self.model.members("unrewarded")))
+        self.record(Rewarded(uid, member, self.model.items[uid].attempts[member], reward / 2))
+
+    @precondition(lambda self: self.model.members("finished"))
+    @rule(data=st.data())
+    def a_reward_of_a_member_that_is_not_parked_changes_nothing(self, data: st.DataObject) -> None:
+        uid, member = data.draw(st.sampled_from(self.model.members("finished")))
+        before = copy.deepcopy(self.ledger.snapshot())
+        assert self.ledger.apply(Rewarded(uid, member, 1, 9.0)) is None
+        assert self.ledger.snapshot() == before
+
+    @precondition(lambda self: self.model.members("in flight"))
     @rule(data=st.data(), final=st.booleans())
     def fail(self, data: st.DataObject, final: bool) -> None:
         uid, member = data.draw(st.sampled_from(self.model.members("in flight")))
@@ -96,15 +121,16 @@ class LedgerMachine(RuleBasedStateMachine):
         uid, member = data.draw(st.sampled_from(self.model.members("in flight")))
         self.record(Interrupted(uid, member, self.model.items[uid].attempts[member], "abort", unplanned))
 
-    @precondition(lambda self: self.model.uids("waiting", "running", "buffered"))
+    @precondition(lambda self: self.model.uids("waiting", "running", "parked", "buffered"))
     @rule(data=st.data(), reason=st.sampled_from(["expired", "quarantined", "discarded"]))
     def drop(self, data: st.DataObject, reason: str) -> None:
-        self.record(Dropped(data.draw(st.sampled_from(self.model.uids("waiting", "running", "buffered"))), reason))
+        live = self.model.uids("waiting", "running", "parked", "buffered")
+        self.record(Dropped(data.draw(st.sampled_from(live)), reason))
 
-    @precondition(lambda self: self.model.uids("buffered"))
+    @precondition(lambda self: self.model.uids("buffered", "parked"))
     @rule(data=st.data(), reason=st.sampled_from(["expired", "outlived"]))
     def reopen(self, data: st.DataObject, reason: str) -> None:
-        self.record(Reopened(data.draw(st.sampled_from(self.model.uids("buffered"))), reason))
+        self.record(Reopened(data.draw(st.sampled_from(self.model.uids("buffered", "parked"))), reason))
 
     @precondition(lambda self: self.model.uids("dropped", "trained"))
     @rule(data=st.data())
@@ -113,6 +139,9 @@ class LedgerMachine(RuleBasedStateMachine):
         before = copy.deepcopy(self.ledger.snapshot())
         for event in (Started(uid), Finished(uid, 0, 1, 1.0, 0, 0), Failed(uid, 0, 1, "", "", True), Reopened(uid, "")):
             assert self.ledger.apply(event) is None
+        later = (Parked(uid, 0, 1, 0, 0), Rewarded(uid, 0, 1, 1.0), Feedback("a", uid, 0, 1.0))
+        for more in (*later, Evaluated("a", 0, 0, 0, uid, 1.0, 0, 0)):
+            assert self.ledger.apply(more) is None
         for other in (Interrupted(uid, 0, 1, ""), Dropped(uid, "expired"), BatchHint(1, [uid], [0]), Mixed({})):
             assert self.ledger.apply(other) is None
         assert self.ledger.snapshot() == before
@@ -193,7 +222,11 @@ class LedgerMachine(RuleBasedStateMachine):
         for number, state in enumerate(STATES):
             assert ledger.count(number) == len(model.uids(state))
         assert ledger.claimed == len(model.items)
-        assert ledger.outstanding == len(model.uids("waiting", "running", "buffered", "leased"))
+        assert ledger.outstanding == len(model.uids("waiting", "running", "parked", "buffered", "leased"))
+        assert sorted(ledger.parked) == sorted(model.uids("parked"))
+        for version in range(11):
+            older = [uid for uid in model.uids("parked") if model.items[uid].effective < version]
+            assert sorted(ledger.parked.older_than(version)) == sorted(older)
         assert (ledger.step, ledger.next_step) == (model.step, model.next_step)
         assert {step: lease.uids for step, lease in ledger.leases.items()} == model.leases
         entries = sorted(ledger.entries.values(), key=lambda entry: entry.order)
@@ -209,6 +242,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (entry.interruptions, entry.deaths) == (item.interruptions, item.deaths)
             assert entry.in_flight == item.members.count("in flight")
             assert (entry.rewards, entry.tokens) == (sum(item.rewards), item.tokens)
+            assert (dict(entry.given), entry.parked) == (item.given, item.members.count("unrewarded"))
             assert entry.oldest == min(item.versions, default=None)
             if item.versions:
                 assert entry.newest == max(item.versions) + 1
@@ -221,7 +255,7 @@ class LedgerMachine(RuleBasedStateMachine):
             for name in ("claimed", "produced", "finished", "failed", "interrupted", "reopened", "tokens"):
                 assert getattr(totals, name) == counts.get(name, 0), name
             assert (totals.reward_sum, totals.seconds) == (counts.get("reward_sum", 0), counts.get("seconds", 0))
-            assert totals.reward_count == totals.finished
+            assert totals.reward_count == counts.get("reward_count", 0)
             trained = [self.model.items[uid] for uid in self.model.trained if self.model.items[uid].task == task]
             assert totals.trained == len(trained)
             assert totals.dropped == self.model.dropped_by_reason(task)

@@ -13,7 +13,9 @@ from pipeline.records import (
     Finished,
     Interrupted,
     Opened,
+    Parked,
     Reopened,
+    Rewarded,
     Started,
 )
 
@@ -30,9 +32,10 @@ class ModelItem:
         self.versions: list[int] = []
         self.effective = 0
         self.rewards: list[float] = []
+        self.given: dict[int, float] = {}
         self.tokens = 0
         self.order: int | None = None
-        self.running = True
+        self.running = event.content is None  # what was given waits for its turn
         """Since it was claimed or an attempt started, until the last one in flight was cut or is to be tried again."""
         self.dropped: str | None = None
 
@@ -41,11 +44,17 @@ class ModelItem:
         return self.order is not None
 
     @property
+    def unsettled(self) -> bool:
+        return "pending" in self.members or "in flight" in self.members
+
+    @property
     def state(self) -> str:
         if self.dropped is not None:
             return "dropped"
         if self.buffered:
             return "buffered"
+        if "unrewarded" in self.members and not self.unsettled:
+            return "parked"
         return "running" if self.running else "waiting"
 
 
@@ -80,7 +89,7 @@ class Model:
 
     def members(self, status: str) -> list[tuple[int, int]]:
         """(uid, member) of every member in ``status`` of an item that has not ended."""
-        live = self.uids("waiting", "running")
+        live = self.uids("waiting", "running", "parked")
         return [(uid, n) for uid in live for n, each in enumerate(self.items[uid].members) if each == status]
 
     @property
@@ -105,7 +114,7 @@ class Model:
         elif isinstance(event, Claimed):
             self.items[event.uid] = ModelItem(event)
             self._count(event.task, claimed=1)
-        elif isinstance(event, (Started, Finished, Failed, Interrupted, Dropped, Reopened)):
+        elif isinstance(event, (Started, Finished, Parked, Rewarded, Failed, Interrupted, Dropped, Reopened)):
             self._of_an_item(self.items[event.uid], event)
 
     def _of_an_item(self, item: ModelItem, event: AnyEvent) -> None:
@@ -113,13 +122,19 @@ class Model:
             item.running = True
             item.members[event.member] = "in flight"
             item.attempts[event.member] = event.attempt
-        elif isinstance(event, Finished):
-            item.members[event.member] = "finished"
+        elif isinstance(event, (Finished, Parked)):
             item.effective = min([event.oldest, item.effective] if item.versions else [event.oldest])
             item.versions += [event.oldest]
-            item.rewards.append(event.reward)
             item.tokens += event.tokens
-            self._count(item.task, finished=1, tokens=event.tokens, reward_sum=event.reward, seconds=event.seconds)
+            self._count(item.task, finished=1, tokens=event.tokens, seconds=event.seconds)
+            if isinstance(event, Parked):
+                item.members[event.member] = "unrewarded"
+            else:
+                self._reward(item, event.member, event.reward)
+            self._settle(item)
+        elif isinstance(event, Rewarded):
+            item.given[event.member] = event.reward
+            self._reward(item, event.member, event.reward)
             self._settle(item)
         elif isinstance(event, Failed):
             item.failures[event.member] += 1
@@ -138,11 +153,18 @@ class Model:
         elif isinstance(event, Reopened):
             self._reopen(item, event)
 
+    def _reward(self, item: ModelItem, member: int, reward: float) -> None:
+        item.members[member] = "finished"
+        item.rewards.append(reward)
+        self._count(item.task, reward_sum=reward, reward_count=1)
+
     def _settle(self, item: ModelItem) -> None:
-        if "pending" in item.members or "in flight" in item.members:
+        if item.unsettled:
             return
-        if item.members.count("finished") < item.need:
+        if item.members.count("finished") + item.members.count("unrewarded") < item.need:
             item.dropped = "failed"
+            return
+        if "unrewarded" in item.members:
             return
         self.finished += 1
         item.order = self.finished
@@ -153,6 +175,7 @@ class Model:
         item.rerolls += event.reason == "expired"
         item.members = ["pending"] * item.size
         item.versions, item.rewards, item.tokens, item.order, item.running = [], [], 0, None, False
+        item.given = {}
         self._count(item.task, reopened=1)
 
     def _opened(self, event: Opened) -> None:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, assert_type
 
 import torch
 
-from forebay import Batch, Context, Group, Item, Pipeline, Progress, Resumed, Rollout, SequenceSource, Source, Task
+from forebay import (
+    Batch,
+    Context,
+    Evaluation,
+    Group,
+    Item,
+    Pipeline,
+    Progress,
+    Resumed,
+    Rollout,
+    SequenceSource,
+    Source,
+    Stream,
+    Task,
+)
 
 
 async def solve(item: Item, ctx: Context) -> Rollout:
     assert_type(ctx.version, int)
     assert_type(ctx.attempt, int)
     assert_type(item.index, int)
+    assert_type(ctx.kind, str)
+    ctx.park()
     return Rollout({"x": torch.zeros(3)}, reward=ctx.rng.random(), info={"a": 1})
 
 
@@ -26,6 +42,14 @@ class Model:
 
 source: Source = SequenceSource([1, 2, 3])
 task = Task("t", source=source, run=solve)
+
+
+async def questions() -> AsyncIterator[dict[str, str]]:
+    yield {"prompt": "?"}
+
+
+stream: Stream = questions()
+chat = Task("chat", source=questions(), run=solve)
 
 
 async def asynchronous() -> None:
@@ -42,6 +66,13 @@ async def asynchronous() -> None:
             async with pipe.weight_update(version=batch.step, running="finish"):
                 pass
             await (await pipe.save(batch.step)).committed()
+        uid = await pipe.submit("t", {"prompt": "?"})
+        assert_type(uid, int)
+        assert_type(await pipe.put(task, [Rollout(reward=1.0)], {"prompt": "?"}), int)
+        await pipe.reward(uid, 1.0, 0, attempt=1)
+        await pipe.discard(uid)
+        await pipe.set_share("t", 2)
+        assert_type(await pipe.evaluate(task, version=3, items=[1, 2], samples=2), Evaluation)
 
 
 def synchronous() -> None:
@@ -51,3 +82,7 @@ def synchronous() -> None:
             assert_type(batch.rewards, torch.Tensor)
             pipe.save(batch.step).committed()
         assert_type(pipe.metrics(), dict[str, float])
+        evaluation = pipe.evaluate(task)
+        assert_type(evaluation.rollouts, list[Rollout])
+        assert_type(evaluation.reward_mean, float | None)
+        assert_type(pipe.submit(task, 3), int)
