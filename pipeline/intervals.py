@@ -50,6 +50,18 @@ class IntervalSet:
         self._firsts[low:high], self._lasts[low:high] = [first], [last]
         self._count += last - first + 1 - gone
 
+    def update(self, values: Iterable[int]) -> None:
+        """Add many; those that are neighbours are added as one range."""
+        first = last = None
+        for value in sorted(values):
+            if last is None or value > last + 1:
+                if first is not None and last is not None:
+                    self.add_range(first, last)
+                first = value
+            last = value
+        if first is not None and last is not None:
+            self.add_range(first, last)
+
     def __contains__(self, value: int) -> bool:
         place = bisect_right(self._firsts, value)
         return place > 0 and value <= self._lasts[place - 1]

@@ -375,7 +375,7 @@ class Ledger:
             totals.trained += 1
             totals.trained_rollouts += entry.members.count(FINISHED)
             totals.trained_tokens += entry.tokens
-            self.trained.add(uid)
+        self.trained.update(done)
         self.leases = {leased: lease for leased, lease in self.leases.items() if leased > step}
         self.step = step
         return done

@@ -8,6 +8,7 @@ and written back. Every version ever written has a golden file in ``tests/golden
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -141,6 +142,6 @@ def rolled_back(progress: Progress, window_marks: dict[str, list[float]]) -> Pro
 def add_counts(counts: dict[str, int], tasks: Iterable[str]) -> dict[str, int]:
     """Return ``counts`` with one more for each name in ``tasks``."""
     added = dict(counts)
-    for task in tasks:
-        added[task] = added.get(task, 0) + 1
+    for task, more in Counter(tasks).items():
+        added[task] = added.get(task, 0) + more
     return added

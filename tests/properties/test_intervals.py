@@ -38,6 +38,12 @@ def test_it_holds_what_a_set_holds(
         intervals.add_range(first, last)
         plain |= set(range(first, last + 1))
         assert (intervals.ranges(), len(intervals)) == (runs(plain), len(plain))
+    together = IntervalSet(ranges)
+    together.update(numbers)
+    one_by_one = IntervalSet(ranges)
+    for number in numbers:
+        one_by_one.add(number)
+    assert (together.ranges(), len(together)) == (one_by_one.ranges(), len(one_by_one))
     for value in range(-7, 45):
         assert (value in intervals) == (value in plain)
     again = IntervalSet(intervals.ranges())
