@@ -226,10 +226,11 @@ class Consumer:
         return Batch(lease.step, groups, release=self.release, repeated=repeated)
 
     def _group(self, step: int, entry: Entry, held: Any, read: dict[tuple[int, int], bytes]) -> Group:
-        blobs = []
-        for member in sorted(held):
-            blob = held[member][0]
-            blobs.append(read[entry.uid, member] if blob is None else blob)
+        if len(held) == 1 and not read:
+            blobs = [blob for blob, _ in held.values()]
+        else:
+            kept = [(member, held[member][0]) for member in sorted(held)]
+            blobs = [read[entry.uid, member] if blob is None else blob for member, blob in kept]
         if not blobs:
             raise Damaged(f"uid {entry.uid} is buffered, but no payload of it is known")
         return Group(

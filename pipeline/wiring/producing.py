@@ -443,9 +443,9 @@ class Producer:
 
     def _read(self, entry: Entry) -> Item:
         """Read the item; a group's members share one reading."""
-        kept = entry.content
-        content = self._give(entry.task, entry.index) if kept is None else decode_content(kept)
-        item = Item(entry.task, entry.epoch, entry.index, entry.uid, content)
+        task, index, kept = entry.task, entry.index, entry.content
+        content = self._give(task, index) if kept is None else decode_content(kept)
+        item = Item(task, entry.epoch, index, entry.uid, content)
         self._item = item if entry.size > 1 else None
         return item
 
