@@ -7,10 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import overhead
+from benchmarks import overhead, staleness
 from benchmarks.harness import Row, show
 
-BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {"overhead": overhead.run}
+BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {"overhead": overhead.run, "staleness": staleness.run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -43,6 +43,7 @@ from pipeline import Pipeline as Pipeline  # noqa: E402
 from pipeline import PipelineOptions as PipelineOptions  # noqa: E402
 from pipeline import Progress as Progress  # noqa: E402
 from pipeline import ProgressBar as ProgressBar  # noqa: E402
+from pipeline import Reroll as Reroll  # noqa: E402
 from pipeline import Resumed as Resumed  # noqa: E402
 from pipeline import Retry as Retry  # noqa: E402
 from pipeline import Rollout as Rollout  # noqa: E402

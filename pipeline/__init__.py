@@ -4,6 +4,7 @@ from pipeline.buffer import Batch as Batch
 from pipeline.buffer import Group as Group
 from pipeline.config import FailFast as FailFast
 from pipeline.config import PipelineOptions as PipelineOptions
+from pipeline.config import Reroll as Reroll
 from pipeline.config import Retry as Retry
 from pipeline.config import Skip as Skip
 from pipeline.config import ZeroVariance as ZeroVariance

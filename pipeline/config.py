@@ -42,7 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             cause = error.__cause__
-            if isinstance(cause, ConfigError):
+            if isinstance(cause, ConfigError) and cause.option in known:
                 raise cause from None
             cls._check_types(values)
             raise ConfigError(f"{cls.__name__}: {error}") from None
@@ -110,6 +110,8 @@ class ZeroVariance(Options, frozen=True, tag="zero_variance", tag_field="filter"
 FailurePolicy: TypeAlias = Retry | FailFast | Skip
 
 
+_MOST_OVERSAMPLE = 1000
+
 LEAST, MOST = 1e-9, 1e12
 """Bounds of shares and of seconds: what lies beyond is a mistake, and would end in an infinity somewhere."""
 
@@ -131,6 +133,39 @@ def failure_policy(given: FailurePolicy | Mapping[str, Any] | str) -> FailurePol
             raise error.__cause__ from None
         allowed = "Retry(attempts=n), FailFast() or Skip(), or a dict with policy: retry, fail_fast or skip"
         raise ConfigError.of("on_failure", given, f"{allowed} ({error})") from None
+
+
+class Reroll(Options, frozen=True, kw_only=False, tag="reroll", tag_field="policy"):
+    """Run again what has become too old, and keep what has not.
+
+    ``tail=1``: at once, and of a group only the members that are too old. ``tail=n``: whole groups, when n of them have
+    gathered (or the sources are at their end); until then they are in nobody's way, not even in that of ``capacity``.
+    """
+
+    tail: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("tail", 1)
+
+
+StalenessPolicy: TypeAlias = Literal["gate", "wait", "drop", "reroll", "mask"] | Reroll
+
+
+def staleness_policy(given: StalenessPolicy | Mapping[str, Any]) -> StalenessPolicy:
+    """Return the policy that ``given`` describes: a name, a :class:`Reroll`, or ``{"policy": "reroll", "tail": n}``.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    try:
+        policy: StalenessPolicy = msgspec.convert(given, StalenessPolicy)
+        return policy
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise ConfigError.of("staleness_policy", given, str(error.__cause__)) from None
+        allowed = "'gate', 'wait', 'drop', 'reroll', 'mask', Reroll(tail=n), or a dict with policy: reroll, is needed"
+        raise ConfigError.of("staleness_policy", given, allowed) from None
 
 
 class PipelineOptions(Options, frozen=True, kw_only=True):
@@ -155,6 +190,21 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     queue. ``strict`` order leaves no choice."""
     capacity: int | None = None
     """Most groups claimed and not yet trained. None: as many as staleness allows, else two batches."""
+    oversample: float = 1.0
+    """How many groups may be begun for each that a batch needs; what is left over is kept for the next ones.
+    ``synchronous``: ``oversample * groups`` are begun for a batch and it takes those that finish first (in draw order
+    if ``order="strict"``). ``asynchronous``: ``(oversample - 1) * groups`` more than staleness or two batches allow."""
+    mixing: Literal["long_run", "batch"] = "long_run"
+    """``long_run``: draws follow the shares of the tasks, and a batch takes what has finished. ``batch``: each batch is
+    divided by the shares, to the largest remainder, so a slow task may hold every batch up. A task that has nothing
+    left to give leaves its places to the others."""
+    staleness_policy: StalenessPolicy = "drop"
+    """What keeps rollouts within ``max_staleness``, beside the pacing of starts. It is checked where a batch is made,
+    whatever the policy. ``gate``: nothing else, which bounds only batches in draw order. ``wait``: neither a batch nor
+    the next version comes before what would thereby become too old has finished. ``drop``: a group that is
+    too old is thrown away, and its item run again up to ``max_rerolls`` times. ``reroll``: so are its too old members
+    alone; or ``Reroll(tail=n)``. ``mask``: the tensor ``versions`` of a rollout says which weights made each token, and
+    those that are too old are masked; a group is dropped as above when nothing of it is left."""
     durability: Durability = "kill"
     """``none``: written at a save. ``kill``: written as it comes. ``power``: as ``kill`` so far: every generation is
     synced, what comes between generations is not (``docs/durability.md``)."""
@@ -183,8 +233,16 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     rank: int = 0
     """This trainer's data-parallel rank."""
 
+    @classmethod
+    def _check_types(cls, values: Mapping[str, Any]) -> None:
+        if "staleness_policy" in values:
+            staleness_policy(values["staleness_policy"])
+        super()._check_types(values)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        msgspec.structs.force_setattr(self, "staleness_policy", staleness_policy(self.staleness_policy))
+        msgspec.structs.force_setattr(self, "oversample", float(self.oversample))
         if self.directory is not None and (self.directory == "" or "\0" in self.directory):
             raise ConfigError.of("directory", self.directory, "a folder's name is needed, or None for memory alone")
         for option in ("concurrency", "write_queue_bytes", "segment_bytes"):
@@ -202,9 +260,54 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
             )
         if not 0 < self.evaluation_share <= 1:
             raise ConfigError.of("evaluation_share", self.evaluation_share, "must be above 0 and at most 1")
+        self._check_oversample()
+        self._check_policy()
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError.of("seed", self.seed, "must fit in 64 bits")
         if self.watchdog is not None and not (math.isfinite(self.watchdog) and self.watchdog > 0):
             raise ConfigError.of("watchdog", self.watchdog, "seconds above 0 are needed, or None")
         if self.directory is None and self.durability == "power":
             raise ConfigError.of("durability", "power", "needs a directory")
+
+    def _check_oversample(self) -> None:
+        if not 1 <= self.oversample <= _MOST_OVERSAMPLE:
+            raise ConfigError.of("oversample", self.oversample, f"a ratio of 1 to {_MOST_OVERSAMPLE} is needed")
+        if self.oversample > 1 and self.max_staleness == 0 and self.strategy == "synchronous":
+            raise ConfigError.of(
+                "oversample", self.oversample, "max_staleness=0 would throw away all that a batch leaves over"
+            )
+
+    def _check_policy(self) -> None:
+        policy = self.staleness_policy
+        if policy == "drop":
+            return
+        why = None
+        if self.max_staleness is None:
+            why = "it enforces a bound, and max_staleness= says none"
+        elif policy in ("gate", "wait") and self.oversample > 1:
+            why = f"it counts on groups being begun for the batches that they fit in; oversample={self.oversample}"
+        elif policy in ("gate", "wait") and self.mixing == "batch":
+            why = "it counts on the order of batches, which mixing='batch' changes"
+        elif policy == "gate" and not self.in_draw_order:
+            why = "it bounds nothing where groups overtake each other; use order='strict', or another policy"
+        elif policy == "wait" and not self.in_draw_order and self.selector != "stalest":
+            why = f"batches must take the stalest first; selector={self.selector!r}"
+        elif isinstance(policy, Reroll) and policy.tail > 1 and self.in_draw_order:
+            why = "a batch in draw order waits for the next item, which would be waiting for others to gather"
+        elif isinstance(policy, Reroll) and policy.tail > 1 and self.mixing == "batch":
+            why = "a batch waits for its part of every task, which would be waiting for others to gather"
+        if why is not None:
+            raise ConfigError.of("staleness_policy", policy, why)
+
+    @property
+    def in_draw_order(self) -> bool:
+        """Whether batches are made in draw order. A synchronous batch waits for all its groups anyway: in draw order
+        it does not tell which of them a crash delayed."""
+        return self.order == "strict" or (self.strategy == "synchronous" and self.oversample == 1)
+
+    @property
+    def reroll(self) -> Reroll | None:
+        """The policy, if it is to run again what is too old member by member or in a tail batch."""
+        if self.staleness_policy == "reroll":
+            return Reroll()
+        return self.staleness_policy if isinstance(self.staleness_policy, Reroll) else None

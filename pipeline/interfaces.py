@@ -6,7 +6,7 @@ implementation passes, in ``tests/conformance``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from pipeline.records import Item, Rollout, SourceMark
@@ -163,5 +163,7 @@ class Storage(Protocol):
     def discard(self, uid: int) -> None: ...
 
     def __contains__(self, uid: int) -> bool: ...
+
+    def discard_members(self, uid: int, members: Collection[int]) -> None: ...
 
     def __len__(self) -> int: ...

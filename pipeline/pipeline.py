@@ -255,6 +255,9 @@ class Pipeline(OutsideVerbs):
                 when they have ended (the default with ``partial=False``, which refuses ``keep``). ``abort``: they are
                 cut, and run again afterwards from what they kept with ``ctx.save_partial``; this counts as no failure.
 
+        Under ``staleness_policy="wait"``, ``keep`` lets the body begin when those rollouts have ended that ``version``
+        would put past ``max_staleness``; attempts start until then.
+
         If the body raises, the weights are in doubt, and nothing starts until an update succeeds.
         """
         self._run.require_open()

@@ -282,6 +282,17 @@ class Rewarded(Event, frozen=True, array_like=True, tag="reward"):
     """It was the last that its group waited for, and the task's filter rejected the group."""
 
 
+class Aged(Event, frozen=True, array_like=True, tag="aged"):
+    """How many tokens of a member were made by weights of which version; the next event says that it finished.
+
+    Written under ``staleness_policy="mask"`` only.
+    """
+
+    uid: int
+    member: int
+    tokens: dict[int, int]
+
+
 class Dropped(Event, frozen=True, array_like=True, tag="drop"):
     """An item leaves for good: failed, quarantined, filtered, expired, evicted or discarded."""
 
@@ -290,13 +301,19 @@ class Dropped(Event, frozen=True, array_like=True, tag="drop"):
 
 
 class Reopened(Event, frozen=True, array_like=True, tag="reopen"):
-    """A finished group is to be run again from the start, because its weights were too old.
+    """A finished group is to be run again, because its weights were too old.
 
     ``expired``: training overtook it; this is what ``max_rerolls`` counts. ``outlived``: a crash came between.
+    With ``members``, only they are run again, and the other fields say what the rest of the group amounts to.
     """
 
     uid: int
     reason: str
+    members: list[int] = []
+    oldest: int = 0
+    newest: int = 0
+    rewards: float = 0.0
+    tokens: int = 0
 
 
 class BatchHint(Event, frozen=True, array_like=True, tag="batch"):
@@ -379,6 +396,7 @@ class HeldItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """(member, incarnation, rank, segment, offset, length) of each payload that is kept."""
     given: tuple[tuple[int, float], ...] = ()
     """(member, reward) of those that were given later."""
+    ages: tuple[int, ...] = ()
 
 
 class Inherited(Event, frozen=True, array_like=True, tag="inherit"):
@@ -417,6 +435,7 @@ AnyEvent: TypeAlias = (
     | Finished
     | Parked
     | Rewarded
+    | Aged
     | Dropped
     | Reopened
     | BatchHint

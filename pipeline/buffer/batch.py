@@ -8,6 +8,7 @@ from functools import cached_property
 import msgspec
 import torch
 
+from pipeline.buffer.masks import young_enough
 from pipeline.records import Rollout
 from pipeline.store.codec import PayloadHeader, unpack
 
@@ -19,7 +20,8 @@ class Group(msgspec.Struct, eq=False):
         uid, task, epoch, index: the item's identity.
         oldest: version number of the oldest weights that made a part of it, in terms of the weights in use now.
         newest: version number of the newest.
-        staleness: steps trained when the batch was made, minus ``oldest``.
+        staleness: steps trained when the batch was made, minus ``oldest``. More than the bound under
+            ``staleness_policy="mask"``, where the tokens that are too old are masked.
     """
 
     uid: int
@@ -33,6 +35,10 @@ class Group(msgspec.Struct, eq=False):
     _blobs: Sequence[bytes]
     _given: Sequence[tuple[int, float]] = ()
     _unpacked: list[tuple[PayloadHeader, Rollout]] | None = None
+    _least: int | None = None
+    """The oldest version of a token that is not masked."""
+    _aged: frozenset[int] = frozenset()
+    """Members that are masked whole."""
 
     def _read(self) -> list[tuple[PayloadHeader, Rollout]]:
         # Done at first use and on the caller's thread: the event loop does not copy tensors nobody looks at.
@@ -59,6 +65,23 @@ class Group(msgspec.Struct, eq=False):
     def members(self) -> list[int]:
         """Which members they are."""
         return [header.member for header, _ in self._read()]
+
+    @property
+    def staleness_mask(self) -> list[torch.Tensor]:
+        """For each trace, rollout by rollout: which tokens are young enough to be trained, bool ``[tokens]``.
+
+        All are, but under ``staleness_policy="mask"``.
+        """
+        return [
+            young_enough(trace, self._least, oldest=header.oldest, aged=header.member in self._aged)
+            for header, rollout in self._read()
+            for trace in rollout.traces
+        ]
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether single tokens may be masked, and :attr:`staleness_mask` says which."""
+        return self._least is not None
 
     def __len__(self) -> int:
         return len(self._blobs)
@@ -111,6 +134,11 @@ class Batch:
         return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float32)
 
     @property
+    def staleness_mask(self) -> list[torch.Tensor]:
+        """For each trace, group by group: which tokens are young enough to be trained, bool ``[tokens]``."""
+        return [mask for group in self.groups for mask in group.staleness_mask]
+
+    @property
     def staleness(self) -> int:
         """Staleness of the stalest group."""
         return max((group.staleness for group in self.groups), default=0)
@@ -120,7 +148,8 @@ class Batch:
 
         Only tensors that every trace has are returned. Those of more than 0 dimensions become ``[n, longest, ...]``,
         0-d ones ``[n]``. Beside them stand ``lengths`` int64 ``[n]`` (of the longest named tensor), ``mask`` bool
-        ``[n, longest]``, ``rewards`` float32 ``[n]`` and ``group`` int64 ``[n]``, where n counts traces.
+        ``[n, longest]``, ``rewards`` float32 ``[n]`` and ``group`` int64 ``[n]``, where n counts traces. ``mask``
+        leaves out the padding, and what is too old under ``staleness_policy="mask"``.
 
         Raises:
             ValueError: tensors of one name differ in dtype, or in shape beyond the first dimension; or every trace has
@@ -145,6 +174,10 @@ class Batch:
         lengths = [max((len(c[i]) for c in columns.values() if c[i].dim()), default=0) for i in range(len(traces))]
         result["lengths"] = torch.tensor(lengths, dtype=torch.int64)
         result["mask"] = torch.arange(max(lengths, default=0))[None, :] < result["lengths"][:, None]
+        if any(group.masks_tokens for group in self.groups):
+            for row, young in zip(result["mask"], self.staleness_mask, strict=True):
+                row[: len(young)] &= young[: len(row)]
+                row[len(young) :] = False
         result["rewards"] = torch.tensor([reward for _, reward, _ in traces], dtype=torch.float32)
         result["group"] = torch.tensor([place for place, _, _ in traces], dtype=torch.int64)
         return result

@@ -86,5 +86,9 @@ class GroupBuffer:
         oldest = self._versions.oldest()
         return [] if oldest is None or oldest >= version else self._versions.older_than(version)
 
+    def counts(self) -> dict[int, int]:
+        """Return how many groups in the selection there are of each version."""
+        return self._versions.counts()
+
     def __len__(self) -> int:
         return len(self._versions)

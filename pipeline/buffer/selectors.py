@@ -72,6 +72,10 @@ class StalestSelector:
         """Return the keys with a version below ``version``, oldest first; costs what it returns."""
         return [uid for each in sorted(v for v in self._buckets if v < version) for uid in self._buckets[each]]
 
+    def counts(self) -> dict[int, int]:
+        """Return how many keys there are of each version."""
+        return {version: len(bucket) for version, bucket in self._buckets.items()}
+
     def oldest(self) -> int | None:
         """Return the least version held."""
         return min(self._buckets, default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeline.records import Location
@@ -48,8 +48,24 @@ class RolloutStorage:
 
     def discard(self, uid: int) -> None:
         """Forget a group's payloads, if there are any."""
-        for blob in self._groups.pop(uid, ())[1::3]:
-            self.memory_bytes -= len(blob or b"")
+        group = self._groups.pop(uid, ())
+        if len(group) == 3:
+            self.memory_bytes -= len(group[1] or b"")
+        else:
+            for blob in group[1::3]:
+                self.memory_bytes -= len(blob or b"")
+
+    def discard_members(self, uid: int, members: Collection[int]) -> None:
+        """Forget the payloads of some of a group's members; the others stay."""
+        kept: tuple[Any, ...] = ()
+        for member, (blob, where) in self.get(uid).items():
+            if member in members:
+                self.memory_bytes -= len(blob or b"")
+            else:
+                kept += (member, blob, where)
+        self._groups[uid] = kept
+        if not kept:
+            del self._groups[uid]
 
     def locations(self) -> list[tuple[int, int, Location]]:
         """Return (uid, member, location) of every payload that lies in a segment."""

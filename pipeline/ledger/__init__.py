@@ -16,4 +16,4 @@ from pipeline.ledger.entry import Entry as Entry
 from pipeline.ledger.entry import Lease as Lease
 from pipeline.ledger.entry import TaskTotals as TaskTotals
 from pipeline.ledger.ledger import Ledger as Ledger
-from pipeline.ledger.ledger import recover as recover
+from pipeline.ledger.recovering import recover as recover

@@ -55,6 +55,26 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     """Members that have run and wait for their reward."""
     given: tuple[tuple[int, float], ...] = ()
     """(member, reward) of those that were given later: they count instead of what the payload says."""
+    ages: tuple[int, ...] = ()
+    """(member, version, tokens), flat: how many tokens weights of which version made, where that is kept at all.
+    Versions are in terms of the weights that are in use now."""
+    masked: int = 0
+    """Tokens that are too old for the batch that the group is leased for."""
+
+    @property
+    def freshest(self) -> int:
+        """The newest version of a token: one of any other says that the group is too old, if this one does."""
+        return max(self.ages[1::3]) if self.ages else self.effective
+
+    def too_old(self, least: int) -> int:
+        """Return how many tokens have a version below ``least``."""
+        ages = self.ages
+        return sum(tokens for version, tokens in zip(ages[1::3], ages[2::3], strict=True) if version < least)
+
+    def members_below(self, least: int) -> frozenset[int]:
+        """Return the members of which every token has a version below ``least``."""
+        members = zip(self.ages[::3], self.ages[1::3], strict=True)
+        return frozenset(self.ages[::3]) - {member for member, version in members if version >= least}
 
     @classmethod
     def of(cls, event: Claimed) -> Entry:
@@ -108,6 +128,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             tokens=item.tokens,
             parked=item.members.count(UNREWARDED),
             given=tuple((member, reward) for member, reward in item.given),
+            ages=tuple(item.ages),
         )
 
     def hold(self, places: Iterable[tuple[int, Location]] = (), *, anew: bool = False) -> HeldItem:
@@ -144,6 +165,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             0 if anew else self.tokens,
             tuple((m, at.incarnation, at.rank, at.segment, at.offset, at.length) for m, at in places),
             () if anew else self.given,
+            () if anew else self.ages,
         )
 
 
@@ -168,6 +190,12 @@ class TaskTotals(msgspec.Struct):
     reward_count: int = 0
     seconds: float = 0.0
     """Time that attempts which finished took."""
+    again: int = 0
+    """Members that finished in a group that had been reopened: items that were long enough to become too old are among
+    them more often than in the source."""
+    again_tokens: int = 0
+    masked_tokens: int = 0
+    """Tokens in batches that were trained, but masked as too old; ``trained_tokens`` are those that were not."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,3 +216,5 @@ class ConsumerHalf(msgspec.Struct, kw_only=True):
     leases: list[Lease] = []
     trained_by_task: dict[str, tuple[int, int, int]] = {}
     """Groups, rollouts and tokens."""
+    masked_by_task: dict[str, int] = {}
+    """Tokens in these groups that were masked as too old."""

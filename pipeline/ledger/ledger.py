@@ -13,7 +13,7 @@ This holds after each call, and :meth:`Ledger.check` asserts it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +38,9 @@ from pipeline.ledger.entry import (
     TaskTotals,
 )
 from pipeline.ledger.parking import ParkedGroups
+from pipeline.ledger.places import with_at, without_members
 from pipeline.records import (
+    Aged,
     AnyEvent,
     Claimed,
     Closed,
@@ -74,13 +76,13 @@ class Ledger:
         """Groups whose members have all ended, and some of which wait for their reward."""
         self._order = 0
         self._clean = True
-        # What each kind of event does; whoever applies many may look it up here.
         self.handlers: dict[type, Callable[..., Entry | None]] = {
             Claimed: self._claimed,
             Started: self._started,
             Finished: self._finished,
             Parked: self._parked,
             Rewarded: self._rewarded,
+            Aged: self._aged,
             Failed: self._failed,
             Interrupted: self._interrupted,
             Dropped: self._dropped,
@@ -126,7 +128,7 @@ class Ledger:
         if entry is None:
             return
         entry.members[event.member] = IN_FLIGHT
-        entry.attempts = (event.attempt,) if entry.size == 1 else _with(entry.attempts, event.member, event.attempt)
+        entry.attempts = (event.attempt,) if entry.size == 1 else with_at(entry.attempts, event.member, event.attempt)
         entry.in_flight += 1
         if entry.state != RUNNING:
             self._move(entry, RUNNING)
@@ -141,6 +143,9 @@ class Ledger:
         totals.reward_sum += event.reward
         totals.reward_count += 1
         totals.seconds += event.seconds
+        if entry.life:
+            totals.again += 1
+            totals.again_tokens += event.tokens
         entry.tokens += event.tokens
         entry.rewards += event.reward
         oldest, newest = event.oldest, event.newest
@@ -165,6 +170,9 @@ class Ledger:
         totals.finished += 1
         totals.tokens += event.tokens
         totals.seconds += event.seconds
+        if entry.life:
+            totals.again += 1
+            totals.again_tokens += event.tokens
         entry.tokens += event.tokens
         if entry.oldest is None:
             entry.oldest, entry.newest, entry.effective = event.oldest, event.newest, event.oldest
@@ -199,12 +207,19 @@ class Ledger:
         totals.produced += 1
         return entry
 
+    def _aged(self, event: Aged) -> None:
+        entry = self.entries.get(event.uid)
+        if entry is not None:
+            # What a crash came between is said again when the member has finished again.
+            others = without_members(entry.ages, {event.member})
+            entry.ages = others + tuple(n for each in event.tokens.items() for n in (event.member, *each))
+
     def _failed(self, event: Failed) -> Entry | None:
         entry = self.entries.get(event.uid)
         if entry is None:
             return None
         self.totals[entry.task].failed += 1
-        entry.failures = _with(entry.failures, event.member, entry.failures[event.member] + 1)
+        entry.failures = with_at(entry.failures, event.member, entry.failures[event.member] + 1)
         if event.final:
             entry.in_flight += entry.members[event.member] == PENDING  # given up before it was started
             entry.members[event.member] = GIVEN_UP
@@ -275,10 +290,18 @@ class Ledger:
         self.totals[entry.task].reopened += 1
         entry.life += 1
         entry.rerolls += event.reason == "expired"
-        entry.members = bytearray(entry.size)
-        entry.unsettled, entry.in_flight = entry.size, 0
-        entry.oldest, entry.newest, entry.rewards, entry.tokens = None, 0, 0.0, 0
-        entry.parked, entry.given = 0, ()
+        if event.members:
+            for member in event.members:
+                entry.members[member] = PENDING
+            entry.unsettled, entry.ages = len(event.members), without_members(entry.ages, set(event.members))
+            entry.oldest = entry.effective = event.oldest
+            entry.newest, entry.rewards, entry.tokens = event.newest, event.rewards, event.tokens
+        else:
+            entry.members = bytearray(entry.size)
+            entry.unsettled, entry.ages = entry.size, ()
+            entry.oldest, entry.newest, entry.rewards, entry.tokens = None, 0, 0.0, 0
+        entry.in_flight = entry.parked = 0
+        entry.given = tuple(each for each in entry.given if event.members and each[0] not in event.members)
         self._move(entry, WAITING)
 
     def _opened(self, event: Opened) -> None:
@@ -294,6 +317,8 @@ class Ledger:
             if entry.state == RUNNING:
                 self._move(entry, WAITING)
             entry.effective = min(entry.effective, event.version)
+            if entry.ages:
+                entry.ages = tuple(min(n, event.version) if i % 3 == 1 else n for i, n in enumerate(entry.ages))
         self.parked = ParkedGroups(entry for entry in self.entries.values() if entry.state == PARKED)
         self._clean = False
 
@@ -313,7 +338,7 @@ class Ledger:
             # What is trained is for the consumer half to say: an older generation may be what is recovered.
             before, totals = self.totals[name], msgspec.convert(given, TaskTotals)
             totals.trained, totals.trained_rollouts = before.trained, before.trained_rollouts
-            totals.trained_tokens = before.trained_tokens
+            totals.trained_tokens, totals.masked_tokens = before.trained_tokens, before.masked_tokens
             self.totals[name] = totals
         for name in self.counts:
             self.counts[name] = [0] * len(STATES)
@@ -348,6 +373,7 @@ class Ledger:
         entries = [self.entries[uid] for uid in lease.uids]
         for entry in entries:
             self._move(entry, BUFFERED)
+            entry.masked = 0
         return entries
 
     def check_ack(self, step: int) -> None:
@@ -374,7 +400,9 @@ class Ledger:
             totals = self.totals[entry.task]
             totals.trained += 1
             totals.trained_rollouts += entry.members.count(FINISHED)
-            totals.trained_tokens += entry.tokens
+            masked = min(entry.masked, entry.tokens)
+            totals.trained_tokens += entry.tokens - masked
+            totals.masked_tokens += masked
         self.trained.update(done)
         self.leases = {leased: lease for leased, lease in self.leases.items() if leased > step}
         self.step = step
@@ -390,6 +418,7 @@ class Ledger:
                 name: (totals.trained, totals.trained_rollouts, totals.trained_tokens)
                 for name, totals in self.totals.items()
             },
+            masked_by_task={name: each.masked_tokens for name, each in self.totals.items() if each.masked_tokens},
         )
 
     def restore(self, half: ConsumerHalf) -> list[Lease]:
@@ -407,6 +436,7 @@ class Ledger:
             self._task(task)
             totals = self.totals[task]
             totals.trained, totals.trained_rollouts, totals.trained_tokens = groups, rollouts, tokens
+            totals.masked_tokens = half.masked_by_task.get(task, 0)
         return sorted(half.leases, key=lambda lease: lease.step)
 
     def still_whole(self, lease: Lease) -> bool:
@@ -468,21 +498,3 @@ class Ledger:
             "dropped": self.dropped.ranges(),
             "totals": msgspec.to_builtins(self.totals),
         }
-
-
-def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    """Return ``values`` with another one at ``place``."""
-    changed = list(values)
-    changed[place] = value
-    return tuple(changed)
-
-
-def recover(half: ConsumerHalf, events: Iterable[AnyEvent]) -> tuple[Ledger, list[Lease]]:
-    """Return the ledger that a generation's consumer half and all events give, and the batches to repeat.
-
-    Pure: the same input gives the same result, and giving the result's own state again changes nothing.
-    """
-    ledger = Ledger(half)
-    for event in events:
-        ledger.apply(event)
-    return ledger, ledger.restore(half)

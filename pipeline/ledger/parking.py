@@ -11,31 +11,31 @@ class ParkedGroups:
     """An index of uids; the ledger keeps it. A group's version does not change while it is in here."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.by_version: dict[int, set[int]] = {}
+        self._by_version: dict[int, set[int]] = {}
         for entry in entries:
             self.add(entry)
 
     def add(self, entry: Entry) -> None:
         """Take in a group that has just been parked."""
-        self.by_version.setdefault(entry.effective, set()).add(entry.uid)
+        self._by_version.setdefault(entry.effective, set()).add(entry.uid)
 
     def remove(self, entry: Entry) -> None:
         """Forget a group that was added."""
-        uids = self.by_version[entry.effective]
+        uids = self._by_version[entry.effective]
         uids.remove(entry.uid)
         if not uids:
-            del self.by_version[entry.effective]
+            del self._by_version[entry.effective]
 
     def older_than(self, version: int) -> list[int]:
         """Return the uids of groups whose version lies below ``version``, oldest first."""
-        return [uid for each in sorted(self.by_version) if each < version for uid in sorted(self.by_version[each])]
+        return [uid for each in sorted(self._by_version) if each < version for uid in sorted(self._by_version[each])]
 
     def __len__(self) -> int:
-        return sum(map(len, self.by_version.values()))
+        return sum(map(len, self._by_version.values()))
 
     def __bool__(self) -> bool:
-        return bool(self.by_version)
+        return bool(self._by_version)
 
     def __iter__(self) -> Iterator[int]:
-        for uids in self.by_version.values():
+        for uids in self._by_version.values():
             yield from uids

@@ -93,6 +93,11 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def encodable(text: str) -> str:
+    """Return an error's text as a journal can hold it: it may hold what UTF-8 cannot, and is a note for people."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

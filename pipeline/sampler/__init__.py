@@ -1,6 +1,7 @@
 """What comes next, and how far a run is."""
 
 from pipeline.sampler.progress import Progress as Progress
+from pipeline.sampler.sampler import Draw as Draw
 from pipeline.sampler.sampler import DrawPlan as DrawPlan
 from pipeline.sampler.sampler import Sampler as Sampler
 from pipeline.sampler.xtuner import ImportedProgress as ImportedProgress

@@ -138,12 +138,18 @@ class Sampler:
     def draw(self) -> Draw | None:
         """Return the next item in order, or None when every source has been drawn to its end."""
         # Those at their end leave first: who is next hangs on who takes part, in life as after a recovery.
+        names = self.open_tasks() if self._at_end else self._open
+        if self.awaited:
+            names = [name for name in names if name not in self.awaited]
+        name = names[0] if len(names) == 1 else self.mixture.next(names)
+        return None if name is None else self.draw_of(name)
+
+    def open_tasks(self) -> list[str]:
+        """Return the tasks whose source has not been drawn to its end, in order."""
         if self._at_end:
             self._open = [name for name in self._open if not self._ended(name)]
             self._at_end = any(self.cursors[name].at_end for name in self._open)
-        names = [name for name in self._open if name not in self.awaited] if self.awaited else self._open
-        name = names[0] if len(names) == 1 else self.mixture.next(names)
-        return None if name is None else self.draw_of(name)
+        return self._open
 
     @property
     def exhausted(self) -> bool:

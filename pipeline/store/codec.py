@@ -294,6 +294,20 @@ def _view(data: np.ndarray, entry: _Entry) -> torch.Tensor:
     return part.view(dtype).reshape(entry.shape) if start < end else torch.empty(entry.shape, dtype=dtype)
 
 
+def read_header(blob: bytes, where: str = "payload") -> PayloadHeader:
+    """Return what a blob of :func:`pack` says of itself, without copying its tensors.
+
+    Raises:
+        Damaged: the blob is not one that :func:`pack` made.
+    """
+    try:
+        length = int.from_bytes(blob[:8], "little")
+        start, end = _decode_layout(blob[8 : 8 + length])[ITEM_KEY].data_offsets
+        return _decode_header(blob[8 + length + start : 8 + length + end])
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise Damaged(f"{where}: the item header is damaged ({error})") from None
+
+
 def unpack(blob: bytes, where: str = "payload") -> tuple[PayloadHeader, Rollout]:
     """Return the header and the rollout of a blob; the tensors are fresh copies.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.buffer.staleness import admissible
+from pipeline.buffer.staleness import admissible, surplus
 from pipeline.ledger import BUFFERED, LEASED, WAITING, Entry
 from pipeline.wiring.state import RunState
 
@@ -13,12 +13,12 @@ class Admission:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._least_group = min(task.group_size for task in state.tasks.values())
-        self._limited_by: tuple[int, int, int, int] | None = None  # what the limit beside it was computed from
-        self._known_limit = 0
 
     def may_claim(self) -> bool:
         state = self._state
-        return len(state.ledger.entries) - state.absent < self._limit()
+        if state.mixing is not None:
+            return state.mixing.may_claim(self.limit())
+        return len(state.ledger.entries) - state.absent - state.gathered < self.limit()
 
     def may_rerun(self, entry: Entry) -> bool:
         """Whether a claimed group may start again: what comes to be trained before it leaves room for it.
@@ -29,7 +29,9 @@ class Admission:
         state = self._state
         if entry.state != WAITING:
             return True
-        limit = self._limit()
+        limit = self.limit()
+        if state.mixing is not None:
+            return state.mixing.may_rerun(entry, limit)
         if state.outstanding <= limit:
             return True
         if state.in_draw_order:
@@ -42,26 +44,32 @@ class Admission:
         waiting = sum(counts[WAITING] for name, counts in state.ledger.counts.items() if name in state.tasks)
         return state.outstanding - waiting < limit
 
-    def _limit(self) -> int:
+    def limit(self) -> int:
         """Return how many groups may be outstanding now."""
         state = self._state
         if state.options.strategy == "synchronous":
-            return state.ledger.count(LEASED) + state.wanted
-        # It is asked for at every rollout, and changes with the batches.
-        given = (state.asked, state.progress.batch_groups, state.ledger.step, state.version)
-        if given != self._limited_by:
-            self._known_limit, self._limited_by = self._limit_of(*given), given
-        return self._known_limit
+            leased, wanted = state.ledger.count(LEASED), state.wanted
+            if state.options.oversample == 1:
+                return leased + wanted
+            more = surplus(wanted, state.options.oversample)
+            most = wanted + more if state.options.capacity is None else state.options.capacity - leased
+            return leased + max(wanted, min(wanted + more, most))
+        # It is asked for at every rollout, and changes with the batches: whoever changes what it hangs on forgets it.
+        limit = state.limit
+        if limit is None:
+            limit = state.limit = self._computed()
+        return limit
 
-    def _limit_of(self, asked: int, batch_groups: int, trained: int, version: int) -> int:
-        options = self._state.options
+    def _computed(self) -> int:
+        state, options = self._state, self._state.options
         limit = admissible(
             max_staleness=options.max_staleness,
             # What the run was resumed from counts last: this trainer may ask for other batches.
-            batch_groups=asked or options.batch_groups or batch_groups,
-            trained=trained,
-            version=version,
+            batch_groups=state.asked or options.batch_groups or state.progress.batch_groups,
+            trained=state.ledger.step,
+            version=state.version,
             capacity=options.capacity,
+            oversample=options.oversample,
         )
         if limit is None:  # nobody has asked for a batch yet: no more than can run at once
             limit = -(-options.concurrency // self._least_group)

@@ -17,6 +17,7 @@ from pipeline.runner.pool import Pool
 from pipeline.sampler.progress import add_counts
 from pipeline.store.segments import PayloadReader
 from pipeline.store.service import RunBlocking
+from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.producing import Producer
 from pipeline.wiring.state import RunState
 
@@ -28,6 +29,7 @@ class Consumer:
         self, state: RunState, producer: Producer, pool: Callable[[], Pool], in_thread: RunBlocking[Any]
     ) -> None:
         self._state, self._producer, self._pool, self._in_thread = state, producer, pool, in_thread
+        self.pacing: Pacing | None = None
         self.reader: PayloadReader | None = None
         self.closed = False
 
@@ -47,6 +49,7 @@ class Consumer:
         self._check(groups)
         step = state.ledger.next_step
         state.asked = state.progress.batch_groups = groups
+        state.limit = None
         lease = self._repeat(step, groups)
         repeated = lease is not None
         if lease is None:
@@ -79,7 +82,7 @@ class Consumer:
         """Take the batch of ``step`` back; does nothing if it is not leased."""
         state = self._state
         entries = state.ledger.release(step)
-        state.buffer.put_back([(entry.uid, entry.effective) for entry in entries])
+        state.buffer.put_back([(entry.uid, state.judged(entry)) for entry in entries])
         if entries:
             state.log.info(events.BATCH_RELEASED, step=step, groups=len(entries))
             state.changed.notify()
@@ -104,7 +107,9 @@ class Consumer:
             for uid in lease.uids
         ]
         state.progress.consumed_samples = add_counts(state.progress.consumed_samples, tasks)
-        for uid in state.ledger.ack(step):
+        done = state.ledger.ack(step)
+        state.limit = None
+        for uid in done:
             state.buffer.storage.discard(uid)
         state.context.update(step=step)
         self._pool().pump()
@@ -124,6 +129,8 @@ class Consumer:
                 "raise capacity= or ask for less",
                 option="groups",
             )
+        if self._state.mixing is not None:
+            self._state.mixing.check(groups)
 
     def raise_failure(self) -> None:
         """Raise what ended the run, or that it is closed, if so it is."""
@@ -141,7 +148,9 @@ class Consumer:
         state = self._state
         if self.closed or state.failure is not None:
             return True
-        return state.buffer.ready(groups) or self._nothing_comes()
+        if state.buffer.ready(groups) and (self.pacing is None or self.pacing.fits(groups)):
+            return True
+        return self._nothing_comes()
 
     def _nothing_comes(self) -> bool:
         """Whether waiting is pointless: nothing runs, nothing can start, nothing is to be requeued."""
@@ -161,7 +170,7 @@ class Consumer:
             return None
         lease = state.pending[0]
         oldest = floor(step, state.options.max_staleness)
-        fresh = oldest is None or all(state.ledger.entries[uid].effective >= oldest for uid in lease.uids)
+        fresh = oldest is None or all(state.judged(state.ledger.entries[uid]) >= oldest for uid in lease.uids)
         if lease.step == step and len(lease.uids) == groups and fresh:
             state.pending.popleft()
             return self._take_lease(step, lease.uids)
@@ -173,7 +182,7 @@ class Consumer:
         state = self._state
         uids = state.buffer.take(groups)
         if len(uids) < groups and (state.weights_failed or not self._producer.drained):
-            state.buffer.put_back([(uid, state.ledger.entries[uid].effective) for uid in uids])
+            state.buffer.put_back([(uid, state.judged(state.ledger.entries[uid])) for uid in uids])
             raise Starved(self._why_starved(step, groups))
         if not uids:
             leased = state.ledger.count(LEASED)
@@ -184,6 +193,11 @@ class Consumer:
     def _take_lease(self, step: int, uids: list[int]) -> Lease:
         state = self._state
         lease = state.ledger.lease(step, uids)
+        if state.masks:
+            least = floor(step, state.options.max_staleness) or 0
+            for uid in uids:
+                entry = state.ledger.entries[uid]
+                entry.masked = entry.too_old(least)
         state.record(BatchHint(step, lease.uids, lease.lives))
         progress = state.progress
         if step > progress.target_upto_future_step:
@@ -222,7 +236,8 @@ class Consumer:
             assert self.reader is not None
             reader = self.reader
             read = await self._in_thread(lambda: reader.read_many(absent))
-        groups = [self._group(lease.step, state.ledger.entries[uid], held[uid], read) for uid in lease.uids]
+        entries = state.ledger.entries
+        groups = [self._group(lease.step, entries[uid], held[uid], read) for uid in lease.uids]
         return Batch(lease.step, groups, release=self.release, repeated=repeated)
 
     def _group(self, step: int, entry: Entry, held: Any, read: dict[tuple[int, int], bytes]) -> Group:
@@ -233,6 +248,7 @@ class Consumer:
             blobs = [read[entry.uid, member] if blob is None else blob for member, blob in kept]
         if not blobs:
             raise Damaged(f"uid {entry.uid} is buffered, but no payload of it is known")
+        least = floor(step, self._state.options.max_staleness) if self._state.masks else None
         return Group(
             entry.uid,
             entry.task,
@@ -244,4 +260,6 @@ class Consumer:
             entry.rewards / len(blobs),
             blobs,
             entry.given,
+            _least=least,
+            _aged=frozenset() if least is None else entry.members_below(least),
         )

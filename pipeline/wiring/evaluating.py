@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -79,7 +79,7 @@ class Evaluator:
     """Which attempts of evaluations start, and what becomes of them. All but :meth:`evaluate` is synchronous."""
 
     def __init__(self, state: RunState, facts: Callable[[], RunFacts]) -> None:
-        self.queue: deque[_Due] = deque()
+        self.queue: Final[deque[_Due]] = deque()
         self._state, self._facts = state, facts
         self._jobs: set[EvaluationJob] = set()
         self._had_the_turn = False
@@ -290,7 +290,9 @@ class Evaluator:
         """Forget what is due, and cut what is in flight: after the end there is neither, unless it was an early one."""
         examination.over = True
         if any(due.examination is examination for due in self.queue):
-            self.queue = deque(due for due in self.queue if due.examination is not examination)
+            others = [due for due in self.queue if due.examination is not examination]
+            self.queue.clear()  # in place: the producer looks at this very one
+            self.queue.extend(others)
         if any(job.examination is examination for job in self._jobs):
             pool.abort("evaluation ended", lambda job: type(job) is EvaluationJob and job.examination is examination)
 

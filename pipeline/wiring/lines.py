@@ -141,4 +141,7 @@ def _totals(ledger: Ledger, *, anew: bool) -> dict[str, TaskTotals]:
         task.reward_count -= finished
         task.reward_sum -= entry.rewards
         task.tokens -= entry.tokens
+        if entry.life:
+            task.again -= finished
+            task.again_tokens -= entry.tokens
     return totals

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from pipeline.buffer.masks import judge
 from pipeline.errors import ForebayError, GroupsRejected, RolloutFailed, RolloutInvalid, SourceError
 from pipeline.ledger import PARKED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
-from pipeline.records import Claimed, Failed, Finished, Interrupted, Item, Parked, Rollout, Started
+from pipeline.records import Aged, Claimed, Failed, Finished, Interrupted, Item, Parked, Rollout, Started
 from pipeline.runner.context import RunFacts, Slots
-from pipeline.runner.policies import Verdict, after_failure, check_rollout
+from pipeline.runner.policies import Verdict, after_failure, check_rollout, encodable
 from pipeline.runner.pool import GROUP_TIMEOUT, Job
 from pipeline.sampler.sampler import Draw
 from pipeline.store.codec import pack
@@ -27,7 +28,9 @@ from pipeline.task import Task
 from pipeline.wiring.admission import Admission
 from pipeline.wiring.evaluating import EvaluationJob, Evaluator
 from pipeline.wiring.groups import Filters, GroupDeadlines, Limits
+from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.parts import PartKeeper
+from pipeline.wiring.rerolling import Tail
 from pipeline.wiring.state import RunState
 
 if TYPE_CHECKING:
@@ -54,24 +57,25 @@ class Producer:
         self.feeds: dict[str, StreamFeed] = {}
         """What takes items from the tasks' streams."""
         self.evaluator = Evaluator(state, self._gather_facts)
+        self._evaluations = self.evaluator.queue
+        self._parking = False  # whether anything has been parked in this life, or came parked from another
         self._asking = False  # whether it is already settled that the next attempt is one for the training
+        self.pacing: Pacing | None = None
         self._state = state
         self._ready: deque[tuple[int, int, int]] = deque()  # (uid, life, member) to be started before new claims
-        self._held: list[tuple[int, int, int]] = []  # heap of those whose turn is too far off for the weights in use
+        # Heaps of those whose turn is too far off for the weights in use; one for each task where they have room apart.
+        self._held: dict[str, list[tuple[int, int, int]]] = {}
         self._opened: Entry | None = None  # the last group that was claimed, while members of it are to be started
         self._next_member = 0
         self._item: Item | None = None  # the last that was read, for the other members of its group
         self._facts: RunFacts | None = None
         self._admission, self._parts = Admission(state), PartKeeper(state)
-        state.on_expired = self.requeue
+        reroll = state.options.reroll
+        self._tail = Tail(state, self.requeue, reroll.tail) if reroll is not None and reroll.tail > 1 else None
+        state.on_expired = self.requeue if self._tail is None else self._tail.gather
 
-    @property
-    def slots(self) -> PoolSide | None:
-        """The pool, once it is open."""
-        return self._slots
-
-    @slots.setter
-    def slots(self, pool: PoolSide) -> None:
+    def open(self, pool: PoolSide) -> None:
+        """Let ``pool`` run what is given to it."""
         self._slots = self._deadlines.pool = pool
 
     def requeue(self, entry: Entry) -> None:
@@ -90,9 +94,12 @@ class Producer:
         """After a recovery: queue what is waiting, oldest first."""
         self._ready.clear()
         self._held.clear()
+        if self._tail is not None:
+            self._tail.clear()
         self._opened = None
         for uid in sorted(self._state.ledger.entries):
             entry = self._state.ledger.entries[uid]
+            self._parking = self._parking or entry.parked > 0
             if entry.state in (WAITING, RUNNING) and entry.task in self._state.tasks:
                 self.requeue(entry)
 
@@ -114,14 +121,19 @@ class Producer:
         """Whether nothing could be started now although nothing is paused."""
         if self.paused or self._ready or self._opened is not None:
             return False
+        if self._tail and self._state.sampler.exhausted:
+            return False
         if self._held:
-            held = self._entry_of(self._held[0])
-            return held is not None and not self._admission.may_rerun(held)
+            heads = [self._entry_of(heap[0]) for heap in self._held.values()]
+            if any(entry is None or self._admission.may_rerun(entry) for entry in heads):
+                return False
+            if self._state.mixing is None:
+                return True
         return not self._admission.may_claim() or self._state.sampler.exhausted
 
     @property
     def _due(self) -> bool:
-        return bool(self._ready or self._held) or self._opened is not None
+        return bool(self._ready or self._held or self._tail) or self._opened is not None
 
     # -- Work ------------------------------------------------------------------------------------------------
 
@@ -129,7 +141,7 @@ class Producer:
         """Return the next attempt, recorded as started, or None if none may start now."""
         if self.paused or self._state.failure is not None:
             return None
-        if self.evaluator.queue and not self._asking:
+        if self._evaluations and not self._asking:
             return self._next_of_both()
         try:
             while self._ready:
@@ -138,20 +150,24 @@ class Producer:
                 if entry is not None and self._admission.may_rerun(entry):
                     return self._start(entry, due[2])
                 if entry is not None:
-                    heapq.heappush(self._held, due)
+                    heap = self._held.setdefault(entry.task if self._state.mixing is not None else "", [])
+                    heapq.heappush(heap, due)
                     self._state.changed.notify()  # a waiting trainer may now see that nothing comes
             if self._opened is not None:
                 return self._start_next(self._opened)
-            while self._held:
-                due = self._held[0]
-                entry = self._entry_of(due)
-                if entry is not None and not self._admission.may_rerun(entry):
+            if self._held:
+                held = self._next_held()
+                if held is not None:
+                    return self._start(*held)
+                if self._held and self._state.mixing is None:
                     return None
-                heapq.heappop(self._held)
-                if entry is not None:
-                    return self._start(entry, due[2])
             claimed = self._claim() if self._admission.may_claim() else None
-            return None if claimed is None else self._start_next(claimed)
+            if claimed is not None:
+                return self._start_next(claimed)
+            if self._tail and self._state.sampler.exhausted:  # nobody is left for whom they could wait
+                self._tail.release()
+                return self.next_job()
+            return None
         except Exception as error:
             self._state.fail(error)
             return None
@@ -194,7 +210,11 @@ class Producer:
             oldest = rollout.oldest
             if oldest is None:  # what it went on from was made by older weights, perhaps
                 oldest = job.version if job._oldest is None else job._oldest
-            newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
+            ages: dict[int, int] | None = None
+            if state.masks:
+                oldest, newest, ages = judge(rollout, job.item, started=oldest, now=state.version)
+            else:
+                newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
             blob = pack(
                 rollout, job.item, member=job.member, attempt=job.attempt, life=job.life, versions=(oldest, newest)
             )
@@ -205,6 +225,8 @@ class Producer:
             state.record(Interrupted(job.item.uid, job.member, job.attempt, "invalid"))
             state.fail(error)
             return
+        if ages is not None:
+            state.record(Aged(job.item.uid, job.member, ages))
         rejected = False
         if job.task.filter is not None and not job.parked:
             try:
@@ -246,15 +268,15 @@ class Producer:
                 state.teach(became)
             state.expire_stale()
             state.changed.notify()
-        elif rejected:
+        elif job.item.uid not in state.ledger.entries:  # rejected, or too few of it had finished
             state.changed.notify()  # a waiting trainer may now see that nothing more comes
-        elif state.ledger.parked.by_version:  # perhaps this was the last member that others had been parked for
+        elif self._parking:  # perhaps this was the last member that others had been parked for
             state.expire_stale()
         if job.task.group_timeout is not None and (became is not None or rejected):
             self._deadlines.end(job.item.uid, job.life)
 
     def _park(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int) -> None:
-        state = self._state
+        state, self._parking = self._state, True
         segment, offset = state.keep(job.item.uid, job.member, job.life, blob)
         state.record(
             Parked(
@@ -291,7 +313,7 @@ class Producer:
         seconds = state.clock.now() - job.started
         rejected = final and self._rejected_without(job.task, entry)
         became = state.record(
-            Failed(job.item.uid, job.member, job.attempt, reason, _encodable(text), final, seconds, rejected)
+            Failed(job.item.uid, job.member, job.attempt, reason, encodable(text), final, seconds, rejected)
         )
         log = state.log.warning if final else state.log.info
         log(
@@ -373,9 +395,23 @@ class Producer:
         entry = self._state.ledger.entries.get(uid)
         return entry if entry is not None and entry.life == life and entry.members[member] == PENDING else None
 
+    def _next_held(self) -> tuple[Entry, int] | None:
+        """Take out the first of those that were held back and may start by now: its group, and which member it is."""
+        for task, heap in list(self._held.items()):
+            while heap:
+                entry = self._entry_of(heap[0])
+                if entry is not None and not self._admission.may_rerun(entry):
+                    break
+                due = heapq.heappop(heap)
+                if not heap:
+                    del self._held[task]
+                if entry is not None:
+                    return entry, due[2]
+        return None
+
     def _claim(self) -> Entry | None:
         state = self._state
-        draw = state.sampler.draw()
+        draw = state.sampler.draw() if state.mixing is None else state.mixing.draw(self._admission.limit())
         if self.feeds and draw is not None and draw.task in self.feeds:
             self.feeds[draw.task].ask()
             return None
@@ -412,6 +448,8 @@ class Producer:
         item = self._item
         if item is None or item.uid != uid:
             item = self._read(entry)
+        if self.pacing is not None:
+            self.pacing.starts(entry, version)
         state.record(Started(uid, member, attempt, version))
         task = state.tasks[entry.task]
         if task.group_timeout is not None:
@@ -424,10 +462,11 @@ class Producer:
             task,
             entry.life,
             state.clock.now(),
-            kind=entry.kind,
             _failures=entry.failures[member],
             _run=self._facts or self._gather_facts(),
         )
+        if entry.content is not None:
+            job.kind = entry.kind
         if state.partials.by_uid:
             self._parts.go_on(job)
         return job
@@ -435,7 +474,7 @@ class Producer:
     def _gather_facts(self) -> RunFacts:
         state = self._state
         keep = self._parts.save if state.options.partial else None
-        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self.slots, keep)
+        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self._slots, keep)
         return self._facts
 
     def _version_now(self) -> int:
@@ -456,8 +495,3 @@ class Producer:
             raise
         except Exception as error:
             raise SourceError(f"task {task!r}: the source failed at item {index}: {error!r}") from error
-
-
-def _encodable(text: str) -> str:
-    """An error's text may hold what UTF-8 cannot: it is a note for people, so it is escaped."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -190,7 +190,7 @@ def adopt(state: RunState, found: Found) -> None:
     if state.options.partial:
         state.partials = recovered.partials
     state.evaluations = recovered.evaluations
-    state.version = found.stored.manifest.step
+    state.version, state.limit = found.stored.manifest.step, None
     for name in recovered.ledger.totals:
         if name not in state.tasks:
             state.log.warning(events.TASK_MISSING, task=name)

@@ -38,6 +38,7 @@ from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.folder import RunFolder
 from pipeline.wiring.forking import copy_payloads, forked
 from pipeline.wiring.outside import Outside, StreamFeed
+from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.producing import Producer
 from pipeline.wiring.resuming import (
     Found,
@@ -75,8 +76,11 @@ class Run:
         self.state = RunState(tasks, options)
         self.producer = Producer(self.state)
         self.consumer = Consumer(self.state, self.producer, self._the_pool, self.in_thread)
-        self.weights = Weights(self.state, self.producer, self._the_pool)
         self.outside = Outside(self.state, self.producer, self._the_pool)
+        # In draw order pacing the starts is enough: a batch waits for its groups anyway.
+        waits = options.staleness_policy == "wait" and not options.in_draw_order
+        self.producer.pacing = self.consumer.pacing = Pacing(self.state) if waits else None
+        self.weights = Weights(self.state, self.producer, self._the_pool, self.producer.pacing)
         self.attached: dict[str, Stateful] = {}
         self.started = False
         self._files = files or OsFiles()
@@ -126,7 +130,8 @@ class Run:
                             self.producer, self._engine, concurrency=options.concurrency, now=self.state.clock.now
                         )
                         async with pool:
-                            self._pool = self.producer.slots = pool
+                            self._pool = pool
+                            self.producer.open(pool)
                             ready()
                             await self._supervisor.stopping.wait()
                     if self._saver is not None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
-from pipeline.buffer import GroupBuffer
+from pipeline.buffer import GroupBuffer, MixedBuffer
 from pipeline.buffer.partials import Partials
 from pipeline.buffer.staleness import floor
 from pipeline.clock import Clock
@@ -40,6 +41,8 @@ from pipeline.store.service import WriterService
 from pipeline.task import Task
 from pipeline.waiting import Signal
 from pipeline.wiring.evaluations import Evaluations
+from pipeline.wiring.mixing import Mixing
+from pipeline.wiring.rerolling import too_old_members
 
 
 class RunState:
@@ -53,15 +56,15 @@ class RunState:
         self.log = logger(self.context)
         self.clock = Clock(time.monotonic, time.time)
         """The event loop's, once the run is open."""
-        self.in_draw_order = options.order == "strict" or options.strategy == "synchronous"
-        """Whether batches are made in draw order. A synchronous batch waits for all its groups anyway: in draw order it
-        does not tell which of them a crash delayed."""
+        self.in_draw_order = options.in_draw_order
+        """Whether batches are made in draw order."""
         self.ledger = Ledger()
         self.sampler = Sampler(list(self.plans.values()), options.seed)
         self.sampler.teach()
         self.learners = self.sampler.learners
         """Tasks whose source learns from what its groups came to."""
         self.evaluations = Evaluations()
+        self.mixing = Mixing(self) if options.mixing == "batch" else None
         self.buffer = self._new_buffer()
         self.partials = Partials()
         self.progress = Progress()
@@ -86,11 +89,15 @@ class RunState:
         """Attempts of evaluations: they are in flight, and in nobody's batch."""
         self.ended = False
         """Whether the run was closed, for whatever reason."""
+        self.gathered = 0  # groups that wait for a tail batch: in nobody's way either
+        self.limit: int | None = None  # groups that may be outstanding; None: to be computed again, by Admission
         self.wanted = 0
         """Groups that a trainer waits for now."""
         self.asked = 0
         """Groups of the last batch that was asked for in this life; 0 before the first."""
         self.on_expired: Callable[[Entry], None] = lambda entry: None
+        self.masks = options.staleness_policy == "mask"
+        """Whether tokens are judged one by one."""
 
     def record(self, event: AnyEvent) -> Entry | None:
         """Let ``event`` have happened: apply it, and queue it to be written. Never blocks."""
@@ -123,7 +130,7 @@ class RunState:
             if became is not None:
                 if self.in_draw_order:
                     self.buffer.closed(became.uid)
-                self.buffer.add(became.uid, became.effective)
+                self.buffer.add(became.uid, became.freshest if self.masks else became.effective)
             elif event.uid not in self.ledger.entries:  # type: ignore[union-attr]  # rejected, or too few had finished
                 self._forget_ended(event.uid)  # type: ignore[union-attr]
         elif kind is Claimed:
@@ -147,7 +154,7 @@ class RunState:
     def _enter(self, entry: Entry) -> None:
         """A group became buffered; the buffer has not been told yet."""
         self.buffer.closed(entry.uid)
-        self.buffer.add(entry.uid, entry.effective)
+        self.buffer.add(entry.uid, self.judged(entry))
         self.count_absent()
 
     def _forget_ended(self, uid: int) -> None:
@@ -159,7 +166,11 @@ class RunState:
             self.buffer.storage.discard(uid)
         elif entry.state == BUFFERED:  # the last member failed, and enough others had finished
             self.buffer.closed(uid)
-            self.buffer.add(uid, entry.effective)
+            self.buffer.add(uid, self.judged(entry))
+
+    def judged(self, entry: Entry) -> int:
+        """Return the version by which a finished group is too old or not."""
+        return entry.freshest if self.masks else entry.effective
 
     def fail(self, error: BaseException) -> None:
         """End the run with ``error``: whoever waits is woken and raises it. The first error counts."""
@@ -169,8 +180,8 @@ class RunState:
 
     @property
     def outstanding(self) -> int:
-        """Items claimed and not ended, of the tasks that this run has."""
-        return len(self.ledger.entries) - self.absent
+        """Items claimed and not ended, of the tasks that this run has, without those that wait for a tail batch."""
+        return len(self.ledger.entries) - self.absent - self.gathered
 
     # -- staleness -------------------------------------------------------------------------------------------
 
@@ -185,20 +196,31 @@ class RunState:
         if expired:
             self.log.info(events.STALE_EXPIRED, count=len(expired), oldest=least, version=self.version)
         for uid in expired:
-            entry = self.ledger.entries[uid]
-            # Weights that went back in a crash are no fault of the item: that does not use up its rerolls.
-            reason = "expired" if entry.made == self.ledger.incarnation else "outlived"
-            spent = reason == "expired" and entry.rerolls >= self.options.max_rerolls
-            if spent or (entry.kind == EXTERNAL and entry.content is None):  # a rollout alone cannot be run again
-                self.record(Dropped(uid, "expired"))
-            else:
-                if uid in self.buffer:  # or else it is parked
-                    self.buffer.remove(uid)
-                self.buffer.storage.discard(uid)
-                self.record(Reopened(uid, reason))
-                self.on_expired(entry)
+            self._expire(self.ledger.entries[uid], least or 0)
         if expired:
             self.count_absent()
+
+    def _expire(self, entry: Entry, least: int) -> None:
+        uid, options = entry.uid, self.options
+        # Weights that went back in a crash are no fault of the item: that does not use up its rerolls.
+        reason = "expired" if entry.made == self.ledger.incarnation else "outlived"
+        spent = reason == "expired" and entry.rerolls >= options.max_rerolls
+        if spent or (entry.kind == EXTERNAL and entry.content is None):  # a rollout alone cannot be run again
+            self.record(Dropped(uid, "expired"))
+            return
+        if uid in self.buffer:  # or else it is parked
+            self.buffer.remove(uid)
+        part = None
+        # What was rewarded later has its reward elsewhere: such a group is run again as a whole.
+        if options.reroll is not None and options.reroll.tail == 1 and entry.size > 1 and not entry.given:
+            part = too_old_members(uid, reason, self.buffer.storage.get(uid), least)
+        if part is None:
+            self.buffer.storage.discard(uid)
+        else:
+            self.buffer.storage.discard_members(uid, part.members)
+        self.record(part or Reopened(uid, reason))
+        if entry.task in self.tasks:
+            self.on_expired(entry)
 
     def teach(self, entry: Entry) -> None:
         """Tell the source of a group that became buffered what it came to, if it learns from that."""
@@ -260,7 +282,7 @@ class RunState:
                 fresh.opened(entry.uid)
         for entry in sorted(ledger.entries.values(), key=lambda entry: entry.order):
             if entry.state == BUFFERED and entry.uid not in reserved:
-                fresh.add(entry.uid, entry.effective)
+                fresh.add(entry.uid, self.judged(entry))
 
     def count_absent(self) -> None:
         """Count again what waits for tasks that this run does not have; call it where such items change."""
@@ -279,10 +301,18 @@ class RunState:
         """Give up all but ``kept`` of the batches to be handed out again: their groups may be selected, first."""
         while len(self.pending) > kept:
             entries = [self.ledger.entries.get(uid) for uid in self.pending.pop().uids]
-            self.buffer.put_back([(entry.uid, entry.effective) for entry in entries if entry is not None])
+            self.buffer.put_back([(entry.uid, self.judged(entry)) for entry in entries if entry is not None])
 
     def _new_buffer(self) -> GroupBuffer:
-        return GroupBuffer(order="strict" if self.in_draw_order else "finished", selector=self.options.selector)
+        order: Literal["strict", "finished"] = "strict" if self.in_draw_order else "finished"
+        if self.mixing is None:
+            return GroupBuffer(order=order, selector=self.options.selector)
+        return MixedBuffer(
+            order=order,
+            selector=self.options.selector,
+            task_of=lambda uid: self.ledger.entries[uid].task,
+            places=self.mixing.places,
+        )
 
     def consumer_half(self) -> ConsumerHalf:
         """Return a copy of the consumer half: leases, and what is pending from before a crash."""
@@ -314,6 +344,9 @@ class PayloadPlaces(msgspec.Struct):
         if type(event) is Finished or type(event) is Parked:
             where = Location(incarnation, rank, event.segment, event.offset, event.length)
             self.places.setdefault(event.uid, {})[event.member] = where
+        elif type(event) is Reopened and event.members:
+            for member in event.members:
+                self.places.get(event.uid, {}).pop(member, None)
         elif type(event) is Reopened or type(event) is Dropped:
             self.places.pop(event.uid, None)
         elif type(event) is Inherited:

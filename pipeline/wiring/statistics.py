@@ -82,9 +82,10 @@ class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, int]
     totals: TaskTotals
     source_length: float | None
-    """Mean tokens of the rollouts that finished."""
+    """Mean tokens of the rollouts that finished, those of items that were run again left out: there are more long ones
+    among them than in the source."""
     trained_length: float | None
-    """Mean tokens of the rollouts that were trained."""
+    """Mean tokens of the rollouts that were trained, those that were masked as too old left out."""
     reward_mean: float | None
     """Mean reward of the rollouts that finished; None before the first."""
 
@@ -146,10 +147,11 @@ def take_statistics(state: RunState, pool: Pool | None, last: BatchStatistics) -
 
 
 def _task(counts: Sequence[int], totals: TaskTotals) -> TaskStatistics:
+    first = totals.finished - totals.again
     return TaskStatistics(
         states=dict(zip(STATES, counts, strict=True)),
         totals=msgspec.structs.replace(totals, dropped=dict(totals.dropped)),
-        source_length=totals.tokens / totals.finished if totals.finished else None,
+        source_length=(totals.tokens - totals.again_tokens) / first if first else None,
         trained_length=totals.trained_tokens / totals.trained_rollouts if totals.trained_rollouts else None,
         reward_mean=totals.reward_sum / totals.reward_count if totals.reward_count else None,
     )

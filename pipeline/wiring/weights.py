@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from pipeline.errors import ConfigError, UsageError
 from pipeline.observe import events
 from pipeline.runner.pool import Pool
+from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.producing import Producer
 from pipeline.wiring.state import RunState
 
@@ -17,8 +18,10 @@ Running: TypeAlias = Literal["keep", "finish", "abort"]
 class Weights:
     """Which version of the weights rollouts are made with, and whether they may be made at all."""
 
-    def __init__(self, state: RunState, producer: Producer, pool: Callable[[], Pool]) -> None:
-        self._state, self._producer, self._pool = state, producer, pool
+    def __init__(
+        self, state: RunState, producer: Producer, pool: Callable[[], Pool], pacing: Pacing | None = None
+    ) -> None:
+        self._state, self._producer, self._pool, self._pacing = state, producer, pool, pacing
         self._updating = False
         self._required: int | None = None
         self._open = False
@@ -78,8 +81,10 @@ class Weights:
                 "running", running, "with partial=False a rollout has one version: 'finish' or 'abort' what runs"
             )
         self._updating = True
-        self._producer.paused = True
         try:
+            if self._pacing is not None and running == "keep":
+                await self._wait_for_the_old(self._pacing, version)
+            self._producer.paused = True
             pool = self._pool()
             if running == "abort":
                 pool.abort("weight update")
@@ -92,6 +97,16 @@ class Weights:
             self.reopen()
             raise
 
+    async def _wait_for_the_old(self, pacing: Pacing, version: int) -> None:
+        """Wait until whatever ``version`` would put past its bound has finished; others start and end meanwhile.
+
+        Nobody is waited for who cannot end by itself: while nothing may start, or the run has failed, this returns.
+        """
+        state, producer = self._state, self._producer
+        await state.changed.wait_for(
+            lambda: producer.paused or state.failure is not None or not pacing.outdated_by(version)
+        )
+
     def end(self, version: int, error: BaseException | None, *, failed: bool) -> None:
         """Close the update: with success the version is set and every slot has work at once."""
         self._updating = False
@@ -103,7 +118,7 @@ class Weights:
         self._state.weights_failed = False
         if self._required is not None and version >= self._required:
             self._required = None
-        self._state.version = version
+        self._state.version, self._state.limit = version, None
         self.reopen()
         self._state.log.debug(events.WEIGHTS_UPDATED, version=version, running=self._pool().in_flight)
         self._state.changed.notify()

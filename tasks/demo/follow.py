@@ -204,6 +204,9 @@ class Follower:
         item.dropped = event.reason
 
     def _reopened(self, logged: Logged, item: Item, event: Reopened) -> None:
-        self.outdated += len(item.done)
+        kept = {member: made for member, made in item.done.items() if event.members and member not in event.members}
+        given_up = set(item.given_up) if event.members else set()
+        self.outdated += len(item.done) - len(kept)
         item.begin_anew(self._now)
+        item.done, item.given_up = kept, given_up
         item.life += 1

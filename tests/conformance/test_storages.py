@@ -41,3 +41,16 @@ def test_what_is_discarded_is_gone_and_discarding_it_again_is_no_error(make: Cal
     assert len(storage) == 0
     with pytest.raises(KeyError):
         storage.get(7)
+
+
+@every
+def test_single_members_can_be_discarded(make: Callable[[], Storage]) -> None:
+    storage = make()
+    for member in range(3):
+        storage.put(7, member, b"x" * member, PLACE if member else None)
+    storage.discard_members(7, [0, 2, 5])
+    assert dict(storage.get(7)) == {1: (b"x", PLACE)}
+    storage.put(7, 2, b"again", None)
+    assert dict(storage.get(7)) == {1: (b"x", PLACE), 2: (b"again", None)}
+    storage.discard_members(7, [1, 2])
+    assert len(storage) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline import ConfigError, Context, EndOfSource, Item, Pipeline, Rollout, Starved, UsageError
+from pipeline import ConfigError, Context, Damaged, EndOfSource, Item, Pipeline, Rollout, Starved, UsageError
 from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting, train
 from tests.support.gates import turn
 from tests.support.runs import ids, task
@@ -331,6 +331,38 @@ class TestAge:
             batch = await pipe.get_batch(1)
             assert (batch.uids, batch.groups[0].oldest) == ([0], 1)
 
+    @pytest.mark.parametrize("cut", [False, True])
+    async def test_nor_is_one_whose_last_member_comes_too_late(
+        self, run_directory: str, tmp_path: Path, cut: bool
+    ) -> None:
+        """Its first member parked long ago, perhaps in another life; the last one ends, and does not park."""
+
+        async def run(item: Item, ctx: Context) -> Rollout:
+            late = item["n"] == 0 and ctx.version == 0
+            await anyio.sleep(10.0 if late and ctx.member == 1 else 1.0)
+            if late and ctx.member == 0:
+                ctx.park()
+            return Rollout({"n": [item["n"]]}, reward=1.0)
+
+        options: dict[str, Any] = {"max_staleness": 0, "batch_groups": 2, "concurrency": 4}
+        given = task(2, run, group_size=2)
+        directory = run_directory
+        if cut:
+            async with inline_pipeline(given, directory=directory, **options) as pipe:
+                await begin(pipe)
+                await anyio.sleep(2)
+                directory = crashed_copy(directory, tmp_path / "copy")
+        async with inline_pipeline(given, directory=directory, **options) as pipe:
+            await begin(pipe)
+            batch = await pipe.get_batch(1)
+            assert ids(batch) == [1]
+            async with pipe.weight_update(version=batch.step):
+                pass
+            await pipe.ack(batch.step)
+            with anyio.fail_after(30):
+                batch = await pipe.get_batch(1)
+            assert (ids(batch), batch.rewards.tolist(), batch.groups[0].oldest) == ([0], [1.0, 1.0], 1)
+
 
 class TestCrashes:
     async def test_parked_groups_outlive_a_crash_and_are_rewarded_in_another_life(
@@ -402,6 +434,21 @@ class TestCrashes:
             for member in range(3):
                 await pipe.reward(0, member, member)
             assert (await pipe.get_batch(1)).rewards.tolist() == [0.0, 1.0, 2.0]
+
+    async def test_a_damaged_payload_of_a_parked_group_is_found_at_the_resume(
+        self, run_directory: str, tmp_path: Path
+    ) -> None:
+        async with inline_pipeline(task(1, parking()), directory=run_directory) as pipe:
+            await begin(pipe)
+            await anyio.sleep(2)
+            copy = crashed_copy(run_directory, tmp_path / "copy")
+        (segment,) = Path(copy, "segments").iterdir()
+        content = bytearray(segment.read_bytes())
+        content[100] ^= 1
+        segment.write_bytes(content)
+        async with inline_pipeline(task(1, parking()), directory=copy) as pipe:
+            with pytest.raises(Damaged, match="the payload of uid 0, member 0 is damaged"):
+                await pipe.resume()
 
     async def test_a_reward_is_written_when_the_call_returns(self, run_directory: str, tmp_path: Path) -> None:
         async with inline_pipeline(task(1, parking()), directory=run_directory) as pipe:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pipeline.ledger import BUFFERED, LEASED, STATES, ConsumerHalf, Ledger, recover
 from pipeline.records import (
+    Aged,
     AnyEvent,
     BatchHint,
     Claimed,
@@ -82,24 +83,33 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.members("in flight"))
     @rule(data=st.data(), reward=st.integers(-3, 3), oldest=st.integers(0, 9), all_of_it=st.booleans())
     def finish(self, data: st.DataObject, reward: int, oldest: int, all_of_it: bool) -> None:
+        aged = data.draw(st.sampled_from(["", "aged", "aged, and a crash came between"]))
         uid, member = data.draw(st.sampled_from(self.model.members("in flight")))
         flying = [m for u, m in self.model.members("in flight") if u == uid] if all_of_it else [member]
         for each in flying:
             attempt = self.model.items[uid].attempts[each]
+            if aged:
+                self.record(Aged(uid, each, {oldest: each, oldest + 1: 1}))
+            if aged and aged != "aged":
+                continue
             self.record(Finished(uid, each, attempt, reward / 2, oldest, oldest + 1, tokens=each + 1, seconds=0.5))
 
     @precondition(lambda self: self.model.members("in flight"))
-    @rule(data=st.data(), oldest=st.integers(0, 9))
-    def park(self, data: st.DataObject, oldest: int) -> None:
+    @rule(data=st.data(), oldest=st.integers(0, 9), all_of_it=st.booleans())
+    def park(self, data: st.DataObject, oldest: int, all_of_it: bool) -> None:
         uid, member = data.draw(st.sampled_from(self.model.members("in flight")))
-        attempt = self.model.items[uid].attempts[member]
-        self.record(Parked(uid, member, attempt, oldest, oldest + 1, tokens=member + 1, seconds=0.5))
+        flying = [m for u, m in self.model.members("in flight") if u == uid] if all_of_it else [member]
+        for each in flying:
+            attempt = self.model.items[uid].attempts[each]
+            self.record(Parked(uid, each, attempt, oldest, oldest + 1, tokens=each + 1, seconds=0.5))
 
     @precondition(lambda self: self.model.members("unrewarded"))
-    @rule(data=st.data(), reward=st.integers(-3, 3))
-    def reward(self, data: st.DataObject, reward: int) -> None:
+    @rule(data=st.data(), reward=st.integers(-3, 3), all_of_it=st.booleans())
+    def reward(self, data: st.DataObject, reward: int, all_of_it: bool) -> None:
         uid, member = data.draw(st.sampled_from(self.model.members("unrewarded")))
-        self.record(Rewarded(uid, member, self.model.items[uid].attempts[member], reward / 2))
+        parked = [m for u, m in self.model.members("unrewarded") if u == uid] if all_of_it else [member]
+        for each in parked:
+            self.record(Rewarded(uid, each, self.model.items[uid].attempts[each], reward / 2))
 
     @precondition(lambda self: self.model.members("finished"))
     @rule(data=st.data())
@@ -131,6 +141,19 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), reason=st.sampled_from(["expired", "outlived"]))
     def reopen(self, data: st.DataObject, reason: str) -> None:
         self.record(Reopened(data.draw(st.sampled_from(self.model.uids("buffered", "parked"))), reason))
+
+    @precondition(lambda self: self.model.uids("buffered"))
+    @rule(data=st.data(), reason=st.sampled_from(["expired", "outlived"]))
+    def reopen_members(self, data: st.DataObject, reason: str) -> None:
+        uid = data.draw(st.sampled_from(self.model.uids("buffered")))
+        results = self.model.items[uid].results
+        members = data.draw(st.lists(st.sampled_from(sorted(results)), unique=True))
+        kept = [event for member, event in results.items() if member not in members]
+        if members and kept:
+            oldest, newest = min(event.oldest for event in kept), max(event.newest for event in kept)
+            scores = [reward for member, reward in self.model.items[uid].scores.items() if member not in members]
+            rewards, tokens = sum(scores), sum(event.tokens for event in kept)
+            self.record(Reopened(uid, reason, sorted(members), oldest, newest, rewards, tokens))
 
     @precondition(lambda self: self.model.uids("dropped", "trained"))
     @rule(data=st.data())
@@ -247,12 +270,19 @@ class LedgerMachine(RuleBasedStateMachine):
             if item.versions:
                 assert entry.newest == max(item.versions) + 1
                 assert entry.effective == item.effective
+            ages = item.ages
+            assert entry.freshest == max([v for each in ages.values() for v in each], default=entry.effective)
+            for least in range(12):
+                too_old = {m: sum(n for v, n in each.items() if v < least) for m, each in ages.items()}
+                assert entry.too_old(least) == sum(too_old.values())
+                assert entry.members_below(least) == {m for m, each in ages.items() if max(each) < least}
 
     @invariant()
     def the_totals_are_the_models(self) -> None:
         for task, totals in self.ledger.totals.items():
             counts = self.model.counts.get(task, {})
-            for name in ("claimed", "produced", "finished", "failed", "interrupted", "reopened", "tokens"):
+            names = ("claimed", "produced", "finished", "failed", "interrupted", "reopened", "tokens")
+            for name in (*names, "again", "again_tokens"):
                 assert getattr(totals, name) == counts.get(name, 0), name
             assert (totals.reward_sum, totals.seconds) == (counts.get("reward_sum", 0), counts.get("seconds", 0))
             assert totals.reward_count == counts.get("reward_count", 0)

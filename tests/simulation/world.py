@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from pipeline import Context, Item, Pipeline, Retry, Rollout, Skip, Task, ZeroVariance
+from pipeline import ConfigError, Context, Item, Pipeline, PipelineOptions, Retry, Rollout, Skip, Task, ZeroVariance
 from pipeline.testing import Numbers
 
 GROUPS = 3
@@ -21,6 +21,7 @@ class World:
         chance = random.Random(seed)
         self.options = _options(chance)
         self.plans = [_plan(chance, name) for name in ("a", "b", "c")[: chance.randint(1, 3)]]
+        self.options.update(_policies(chance, self.options, self.plans))
         self.lives = chance.randint(1, 5)
         self.chance = chance
 
@@ -78,6 +79,24 @@ def _options(chance: random.Random) -> dict[str, Any]:
         "batch_groups": GROUPS,
     }
     return options
+
+
+def _policies(chance: random.Random, options: dict[str, Any], plans: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is done about staleness, and how batches are made up, as far as it goes with the other options."""
+    chosen: dict[str, Any] = {
+        "staleness_policy": chance.choice(
+            ["drop", "wait", "gate", "mask", {"policy": "reroll"}, {"policy": "reroll", "tail": 3}]
+        ),
+        "oversample": chance.choice([1, 1, 1.5]),
+        "mixing": chance.choice(["long_run", "batch"]) if len({plan["share"] for plan in plans}) == 1 else "long_run",
+    }
+    while chosen:
+        try:
+            PipelineOptions.of({**options, **chosen})
+            return chosen
+        except ConfigError:
+            chosen.popitem()
+    return chosen
 
 
 def _plan(chance: random.Random, name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.records import (
+    Aged,
     AnyEvent,
     Claimed,
     Closed,
@@ -29,15 +30,30 @@ class ModelItem:
         self.attempts = [0] * event.size
         self.failures = [0] * event.size
         self.life = self.interruptions = self.deaths = self.rerolls = 0
-        self.versions: list[int] = []
+        self.results: dict[int, Finished | Parked] = {}
+        """What each member that finished came to."""
+        self.ages: dict[int, dict[int, int]] = {}
+        """For each member, how many tokens which version made."""
         self.effective = 0
-        self.rewards: list[float] = []
+        self.scores: dict[int, float] = {}
+        """The reward of each member that has one, in the order in which they came."""
         self.given: dict[int, float] = {}
-        self.tokens = 0
         self.order: int | None = None
         self.running = event.content is None  # what was given waits for its turn
         """Since it was claimed or an attempt started, until the last one in flight was cut or is to be tried again."""
         self.dropped: str | None = None
+
+    @property
+    def versions(self) -> list[int]:
+        return [event.oldest for event in self.results.values()]
+
+    @property
+    def rewards(self) -> list[float]:
+        return list(self.scores.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(event.tokens for event in self.results.values())
 
     @property
     def buffered(self) -> bool:
@@ -114,7 +130,7 @@ class Model:
         elif isinstance(event, Claimed):
             self.items[event.uid] = ModelItem(event)
             self._count(event.task, claimed=1)
-        elif isinstance(event, (Started, Finished, Parked, Rewarded, Failed, Interrupted, Dropped, Reopened)):
+        elif isinstance(event, (Started, Aged, Finished, Parked, Rewarded, Failed, Interrupted, Dropped, Reopened)):
             self._of_an_item(self.items[event.uid], event)
 
     def _of_an_item(self, item: ModelItem, event: AnyEvent) -> None:
@@ -122,11 +138,14 @@ class Model:
             item.running = True
             item.members[event.member] = "in flight"
             item.attempts[event.member] = event.attempt
+        elif isinstance(event, Aged):
+            item.ages[event.member] = dict(event.tokens)
         elif isinstance(event, (Finished, Parked)):
             item.effective = min([event.oldest, item.effective] if item.versions else [event.oldest])
-            item.versions += [event.oldest]
-            item.tokens += event.tokens
+            item.results[event.member] = event
             self._count(item.task, finished=1, tokens=event.tokens, seconds=event.seconds)
+            if item.life:
+                self._count(item.task, again=1, again_tokens=event.tokens)
             if isinstance(event, Parked):
                 item.members[event.member] = "unrewarded"
             else:
@@ -155,7 +174,7 @@ class Model:
 
     def _reward(self, item: ModelItem, member: int, reward: float) -> None:
         item.members[member] = "finished"
-        item.rewards.append(reward)
+        item.scores[member] = reward
         self._count(item.task, reward_sum=reward, reward_count=1)
 
     def _settle(self, item: ModelItem) -> None:
@@ -173,9 +192,15 @@ class Model:
     def _reopen(self, item: ModelItem, event: Reopened) -> None:
         item.life += 1
         item.rerolls += event.reason == "expired"
-        item.members = ["pending"] * item.size
-        item.versions, item.rewards, item.tokens, item.order, item.running = [], [], 0, None, False
-        item.given = {}
+        for member in event.members or range(item.size):
+            item.members[member] = "pending"
+            item.results.pop(member, None)
+            item.ages.pop(member, None)
+            item.scores.pop(member, None)
+        item.given = {member: reward for member, reward in item.given.items() if member in item.scores}
+        item.order, item.running = None, False
+        if item.results:
+            item.effective = min(item.versions)
         self._count(item.task, reopened=1)
 
     def _opened(self, event: Opened) -> None:
@@ -190,6 +215,11 @@ class Model:
                 self._count(item.task, interrupted=lost)
             item.running = False
             item.effective = min(item.effective, event.version)
+            for member, tokens in item.ages.items():
+                clamped: dict[int, int] = {}
+                for version, count in tokens.items():
+                    clamped[min(version, event.version)] = clamped.get(min(version, event.version), 0) + count
+                item.ages[member] = clamped
         self.clean = False
 
     def _count(self, task: str, **more: float) -> None:

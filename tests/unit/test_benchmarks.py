@@ -25,3 +25,14 @@ def test_a_small_run_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert set(row) == {"name", "ours", "unit", "peers", "limit", "asked", "ok"}
         assert row["ok"] == (row["ours"] <= row["limit"])
+
+
+@pytest.mark.slow
+def test_a_small_simulation_of_every_staleness_policy_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["staleness", "--json", "--scale", "0.03"]) == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert len(rows) == 27
+    for row in rows:
+        assert row["ours"] >= 0.99, "no policy can be faster than a trainer that never waits"
+        assert row["peers"]["stalest"] <= 2 or row["name"].startswith("mask")
+        assert 0 < row["peers"]["tokens trained of generated"] <= 1

@@ -8,7 +8,19 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.ledger import BUFFERED, Ledger, recover
-from pipeline.records import AnyEvent, Claimed, Closed, Dropped, Finished, Interrupted, Opened, Reopened, Started
+from pipeline.records import (
+    AnyEvent,
+    Claimed,
+    Closed,
+    Dropped,
+    Finished,
+    Interrupted,
+    Opened,
+    Parked,
+    Reopened,
+    Rewarded,
+    Started,
+)
 
 
 def finished(uid: int, task: str = "a") -> list[AnyEvent]:
@@ -120,3 +132,26 @@ def test_versions_of_a_dead_line_count_as_no_newer_than_what_was_restored() -> N
     assert (ledger.entries[0].oldest, ledger.entries[0].effective) == (12, 7)
     ledger.apply(Opened(3, version=20))
     assert ledger.entries[0].effective == 7
+
+
+def test_a_group_that_is_run_again_has_none_of_the_rewards_that_it_was_given() -> None:
+    made: list[AnyEvent] = [Parked(0, 0, 1, 3, 3), Started(0, 1), Parked(0, 1, 1, 4, 4), Rewarded(0, 0, 1, 2.0)]
+    ledger = ledger_of(Opened(1), Claimed(0, "a", 0, 0, 0, 2, 2), Started(0), *made)
+    entry = ledger.entries[0]
+    assert (ledger.state(0), entry.given, entry.parked, entry.effective) == ("parked", ((0, 2.0),), 1, 3)
+    assert (ledger.parked.older_than(3), ledger.parked.older_than(4)) == ([], [0])
+    ledger.apply(Reopened(0, "expired"))
+    assert (ledger.state(0), entry.given, entry.parked, entry.rewards) == ("waiting", (), 0, 0.0)
+    assert not ledger.parked
+    assert ledger.apply(Rewarded(0, 1, 1, 5.0)) is None
+    assert (entry.given, entry.rewards) == ((), 0.0)
+    ledger.check()
+
+
+def test_a_parked_groups_age_follows_the_weights_that_went_back() -> None:
+    events: list[AnyEvent] = [Opened(1), Claimed(0, "a", 0, 0, 0), Started(0), Parked(0, 0, 1, 12, 12)]
+    ledger = ledger_of(*events, Opened(2, version=7))
+    assert (ledger.state(0), ledger.parked.older_than(8), ledger.parked.older_than(7)) == ("parked", [0], [])
+    ledger.apply(Rewarded(0, 0, 1, 1.0))
+    assert (ledger.state(0), len(ledger.parked), ledger.totals["a"].reward_sum) == ("buffered", 0, 1.0)
+    ledger.check()

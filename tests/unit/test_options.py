@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import ConfigError, FailFast, Pipeline, PipelineOptions, Retry, Skip, Task
+from pipeline import ConfigError, FailFast, Pipeline, PipelineOptions, Reroll, Retry, Skip, Task
 from pipeline.config import failure_policy
 from tests.support.runs import numbers, pipeline, solve, task
 
@@ -32,6 +32,9 @@ PIPELINE: dict[str, list[Any]] = {
     "keep": NO_COUNT,
     "watchdog": [0, *NO_NUMBER],
     "rank": [*NO_COUNT[1:], None],
+    "oversample": [0, 0.5, *NO_NUMBER, None],
+    "mixing": ["", "random", None, 1],
+    "staleness_policy": ["", "rerol", None, 5, [], {}, {"policy": "gate"}, {"policy": "reroll", "tail": 0}],
     "directory": ["", "a\0b", 5, True, ["runs"]],
 }
 TASK: dict[str, list[Any]] = {
@@ -93,6 +96,35 @@ class TestOutOfRange:
             PipelineOptions(capacity=100, batch_groups=101)
         PipelineOptions(capacity=100, batch_groups=100)
 
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({"staleness_policy": "wait", "max_staleness": None}, "max_staleness= says none"),
+            ({"staleness_policy": "gate"}, "order='strict'"),
+            ({"staleness_policy": "wait", "selector": "fifo"}, "selector='fifo'"),
+            ({"staleness_policy": Reroll(2), "order": "strict"}, "draw order"),
+            ({"staleness_policy": Reroll(2), "strategy": "synchronous"}, "draw order"),
+        ],
+    )
+    def test_a_staleness_policy_that_could_not_do_its_part_is_refused(self, options: dict[str, Any], why: str) -> None:
+        with pytest.raises(ConfigError, match=rf"staleness_policy=.*{why}") as caught:
+            PipelineOptions(**{"max_staleness": 2, **options})
+        assert caught.value.option == "staleness_policy"
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"staleness_policy": "gate", "order": "strict"},
+            {"staleness_policy": "gate", "strategy": "synchronous"},
+            {"staleness_policy": "wait"},
+            {"staleness_policy": "wait", "order": "strict", "selector": "fifo"},
+            {"staleness_policy": "reroll", "order": "strict"},
+            {"staleness_policy": Reroll(2)},
+        ],
+    )
+    def test_and_one_that_can_is_not(self, options: dict[str, Any]) -> None:
+        PipelineOptions(max_staleness=2, **options)
+
     def test_syncing_needs_a_directory(self) -> None:
         with pytest.raises(ConfigError, match=r"durability='power'.*directory"):
             PipelineOptions(durability="power")
@@ -127,7 +159,11 @@ class TestRoundTrip:
                 keep=None,
                 watchdog=None,
                 rank=0,
+                staleness_policy="gate",
             ),
+            PipelineOptions(max_staleness=1, staleness_policy=Reroll(3), oversample=1.25),
+            PipelineOptions(max_staleness=1, staleness_policy={"policy": "reroll", "tail": 2}),  # type: ignore[arg-type]
+            PipelineOptions(max_staleness=1, staleness_policy="mask", mixing="batch", oversample=2),
             PipelineOptions(seed=2**63 - 1, watchdog=0.25, keep=1),
         ],
     )

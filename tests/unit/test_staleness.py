@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.buffer import GroupBuffer
-from pipeline.buffer.staleness import admissible, floor, staleness
+from pipeline.buffer.staleness import admissible, floor, overdue, staleness, surplus
 
 
 def limit(**more: Any) -> int | None:
@@ -71,6 +71,47 @@ def test_before_anybody_asked_for_a_batch_nobody_knows_how_far_ahead_is_too_far(
     assert limit(batch_groups=0) == 0
     assert limit(batch_groups=0, max_staleness=None) is None
     assert limit(batch_groups=0, max_staleness=None, capacity=7) == 7
+
+
+@pytest.mark.parametrize(
+    ("groups", "ratio", "more"), [(4, 1.0, 0), (4, 1.5, 2), (4, 1.3, 2), (10, 1.1, 1), (64, 1.25, 16), (1, 1.01, 1)]
+)
+def test_how_many_more_may_be_begun_than_a_batch_needs(groups: int, ratio: float, more: int) -> None:
+    assert surplus(groups, ratio) == more
+    assert limit(batch_groups=groups, oversample=ratio) == 3 * groups + more
+    assert limit(batch_groups=groups, oversample=ratio, max_staleness=None) == 2 * groups + more
+    assert limit(batch_groups=groups, oversample=ratio, trained=9) == 0, "weights that lag too far let nothing start"
+    assert limit(batch_groups=groups, oversample=ratio, capacity=2) == 2
+
+
+@pytest.mark.parametrize(
+    ("finished", "running", "waits"),
+    [
+        # The batch of step 9 takes 2; bound 2: version 6 may be in batch 9, version 7 up to 10, version 8 up to 11.
+        ({}, {}, False),
+        ({6: 9}, {}, False),  # there is nobody to wait for
+        ({}, {6: 1}, True),
+        ({}, {7: 2}, False),
+        ({}, {7: 3}, True),
+        ({7: 2}, {7: 2}, False),
+        ({7: 3}, {7: 2}, True),
+        ({7: 3}, {7: 1}, False),
+        ({}, {8: 4}, False),
+        ({}, {8: 5}, True),
+        ({8: 2}, {8: 4}, False),
+        ({}, {7: 2, 8: 2}, False),
+        ({}, {7: 2, 8: 3}, True),
+        ({6: 2}, {7: 2, 8: 2}, False),
+        ({6: 2, 7: 1}, {7: 1, 8: 2}, False),
+        ({6: 2, 7: 2}, {8: 3}, True),
+        ({5: 9}, {5: 9, 7: 2}, False),  # what is too old already is nobody's concern
+        ({}, {11: 10}, False),
+    ],
+)
+def test_a_batch_waits_for_what_would_not_fit_into_those_that_are_left(
+    finished: dict[int, int], running: dict[int, int], waits: bool
+) -> None:
+    assert overdue(9, 2, 2, finished=finished, running=running) == waits
 
 
 def test_nothing_admitted_is_born_too_old() -> None:
