@@ -171,7 +171,7 @@ def scan(
                 f"file were written and synced. Restore the file from a copy, or resume an older generation."
             )
     if ended is not None:
-        ended(offset, size - offset)
+        ended(offset, max(0, size - offset))  # of the last record, padding alone may be missing
 
 
 def _synced_after(file: BinaryIO, offset: int, size: int, where: str) -> bool:

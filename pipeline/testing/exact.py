@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,7 @@ import anyio
 from pipeline.buffer import Group
 from pipeline.pipeline import Pipeline
 from pipeline.testing.fakes import FakeTrainer, item_key
-from pipeline.testing.recording import Change, RecordingFiles, Replay
+from pipeline.testing.recording import Change, RecordingFiles, Replay, folder_in_memory
 
 
 class MakePipeline(Protocol):
@@ -58,10 +58,11 @@ async def assert_exact_resume(
     """Assert that a run which is killed at any event goes on as if it had not been.
 
     The run is made once from beginning to end, and then again from what ``kill -9`` would have left after each change
-    of its folder: each event is written on its own, so every event is one. Up to ``most`` cuts are made at every one of
-    them, beyond that at a sample. With ``strategy="synchronous"`` and with ``order="strict"`` the batches before and
-    after a cut must be those of the unbroken run, one by one and in order; otherwise restarted attempts end at other
-    times, and what must be equal is the multiset of trained items, with every bound kept.
+    of its folder: each event is written on its own, so every event is one; some cuts fall in the midst of a write. Up
+    to ``most`` cuts are made at every one of them, beyond that at a sample. With ``strategy="synchronous"`` and with
+    ``order="strict"`` the batches before and after a cut must be those of the unbroken run, one by one and in order;
+    otherwise restarted attempts end at other times, and what must be equal is the multiset of trained items, with every
+    bound kept.
 
     ::
 
@@ -86,7 +87,7 @@ async def assert_exact_resume(
 
 
 async def _cut_and_compare(make_pipeline: MakePipeline, script: Script, most: int, seed: int) -> Report:
-    with tempfile.TemporaryDirectory(prefix="forebay-exact-") as folder:
+    with folder_in_memory() as folder:
         whole = os.path.join(folder, "whole")
         files = RecordingFiles(whole)
         pipe = make_pipeline(directory=whole, files=files, inline="eager", watchdog=None)
@@ -98,7 +99,11 @@ async def _cut_and_compare(make_pipeline: MakePipeline, script: Script, most: in
         for cut in cuts:
             replay.forward(changes, cut)
             left = replay.copy(os.path.join(folder, f"cut-{cut}"))
-            await _check_cut(make_pipeline, left, script, expected, _Cut(cut, changes, seed), exact)
+            torn = _torn(changes, cut, random.Random(f"{seed}/{cut}"))
+            if torn:
+                Replay(left).tear(changes[cut], torn)
+            await _check_cut(make_pipeline, left, script, expected, _Cut(cut, changes, seed, torn), exact)
+            shutil.rmtree(left)
     return Report(len(changes), len(cuts), exact)
 
 
@@ -106,10 +111,20 @@ class _Cut(NamedTuple):
     after: int
     changes: list[Change]
     seed: int
+    torn: float = 0.0
+    """How much of the next change, a write, was done."""
 
     def __str__(self) -> str:
-        last = self.changes[self.after - 1] if self.after else "nothing"
+        last = str(self.changes[self.after - 1]) if self.after else "nothing"
+        if self.torn:
+            last += f", and {self.torn:.0%} of {self.changes[self.after]}"
         return f"cut after change {self.after} of {len(self.changes)} ({last}; seed={self.seed})"
+
+
+def _torn(changes: list[Change], cut: int, chance: random.Random) -> float:
+    """How much of the write that comes next is done, for about half of the cuts before one."""
+    comes_write = cut < len(changes) and changes[cut].verb == "write"
+    return chance.random() if comes_write and chance.random() < 0.5 else 0.0
 
 
 def _choose(count: int, most: int, seed: int) -> list[int]:

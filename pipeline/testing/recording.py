@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -94,6 +95,10 @@ class Replay:
             self._do(change)
         self.done = upto
 
+    def tear(self, change: Change, part: float) -> None:
+        """Write ``part`` (0 to 1) of what a write wrote, as a kill in its midst leaves it; then go no further."""
+        self._do(change._replace(data=change.data[: int(len(change.data) * part)]))
+
     def copy(self, target: str) -> str:
         """Copy the folder as it is now."""
         shutil.copytree(self.root, target)
@@ -116,3 +121,9 @@ class Replay:
 def _append(path: str, data: bytes) -> None:
     with open(path, "ab") as file:
         file.write(data)
+
+
+def folder_in_memory() -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder, in memory where there is such a file system: making a file is far cheaper there."""
+    memory = "/dev/shm"
+    return tempfile.TemporaryDirectory(prefix="forebay-", dir=memory if os.access(memory, os.W_OK) else None)

@@ -100,10 +100,16 @@ class Mixing:
         state, size = self._state, self._size
         if not size:  # nobody has asked for a batch yet
             return dict(self.places(limit))
-        if state.options.strategy != "synchronous":
-            return {name: places * limit // size for name, places in self.places(size).items()}
         # What is leased comes on top: a batch is begun when it is waited for, whatever the one before consisted of.
         counts = state.ledger.counts
         new = limit - state.ledger.count(LEASED)
         leased = {name: counts[name][LEASED] if name in counts else 0 for name in self._shares}
-        return {name: leased[name] + places * new // size for name, places in self.places(size).items()}
+        on_top = {name: leased[name] + places * new // size for name, places in self.places(size).items()}
+        if state.options.strategy == "synchronous":
+            return on_top
+        # Once a source has ended, its places are what is left of it without what is leased.
+        ended = self._shares.keys() - state.sampler.open_tasks()
+        return {
+            name: max(places * limit // size, on_top[name] if name in ended else 0)
+            for name, places in self.places(size).items()
+        }

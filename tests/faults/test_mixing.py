@@ -138,6 +138,24 @@ class TestEnd:
             seen = [by_task(batch) async for batch in pipe.batches(groups=4)]
         assert seen == [{"a": 2, "b": 2}] * 6
 
+    async def test_the_last_group_is_tried_again_beside_a_batch_that_is_out(self) -> None:
+        """Its source has ended, so its part is what is left: what is leased takes none of that."""
+        faults = {3: 1}
+
+        async def run(item: Item, ctx: Context) -> Rollout:
+            await anyio.sleep(1.0 + item["n"])
+            if faults.pop(item["n"], None):
+                raise ValueError("once")
+            return Rollout(reward=0.0)
+
+        options: dict[str, Any] = {"mixing": "batch", "max_staleness": 0, "batch_groups": 3, "oversample": 1.5}
+        async with inline_pipeline(task(4, run), **options) as pipe:
+            await begin(pipe)
+            first = await pipe.get_batch(3)
+            await update(pipe, first)
+            second = await pipe.get_batch(3)
+        assert [*parts(first), *parts(second)] == [("numbers", n) for n in range(4)]
+
     async def test_an_empty_source_gives_nothing(self) -> None:
         tasks = [task(0, lasting({}), "a"), task(6, lasting({}), "b")]
         async with inline_pipeline(tasks, mixing="batch") as pipe:

@@ -6,19 +6,20 @@ import copy
 import os
 import random
 import shutil
-import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 
-from pipeline import Pipeline
+from pipeline import Batch, EndOfSource, Pipeline
 from pipeline.checkpoint.generations import find_generations
 from pipeline.ledger import PENDING, Ledger
 from pipeline.sampler import DrawPlan
 from pipeline.store.journal import read_journals
 from pipeline.store.layout import Layout
 from pipeline.testing import FakeTrainer, RecordingFiles, Replay, VirtualClockLoop
+from pipeline.testing.recording import folder_in_memory
 from pipeline.wiring.recovery import Fold
 from tests.simulation.world import GROUPS, World
 
@@ -31,7 +32,7 @@ def simulate(seed: int) -> int:
     """
     loop = VirtualClockLoop()
     try:
-        with tempfile.TemporaryDirectory(prefix="forebay-sim-") as folder:
+        with folder_in_memory() as folder:
             return loop.run_until_complete(_Play(World(seed), folder).run())
     finally:
         loop.close()
@@ -54,7 +55,7 @@ class _Play:
     # -- lives ---------------------------------------------------------------------------------------------------
 
     async def _one_life(self) -> None:
-        """Live for a while, and die: killed somewhere in the last few changes of the folder, or closed."""
+        """Live for a while, and die: killed anywhere, resuming and closing included, or closed."""
         chance = random.Random(f"{self.world.seed}/{self.life}")
         base = os.path.join(self.folder, f"base-{self.life}")
         if os.path.isdir(self.directory):
@@ -70,7 +71,10 @@ class _Play:
             changes = list(files.changes)
         if chance.random() < 0.75:
             replay = Replay(base)
-            replay.forward(changes, max(0, len(changes) - chance.choice([0, 0, 0, 1, 2, 5])))
+            kept = max(0, len(changes) - chance.choice([0, 0, 0, 1, 2, 5, chance.randint(0, len(changes))]))
+            replay.forward(changes, kept)
+            if kept < len(changes) and changes[kept].verb == "write" and chance.random() < 0.5:
+                replay.tear(changes[kept], chance.random())
             self.directory = base
 
     async def _last_life(self) -> int:
@@ -107,7 +111,7 @@ class _Play:
     async def _train(self, pipe: Pipeline, trainer: FakeTrainer, chance: random.Random) -> None:
         bound = pipe.options.max_staleness
         released = 0
-        async for batch in pipe.batches(groups=GROUPS):
+        async for batch in self._batches(pipe, chance):
             if released < 3 and chance.random() < 0.1:
                 released += 1
                 batch.release()
@@ -122,6 +126,31 @@ class _Play:
                 self.saved[batch.step] = list(trainer.batches)
                 if chance.random() < 0.5:
                     await saving.committed()
+
+    async def _batches(self, pipe: Pipeline, chance: random.Random) -> AsyncIterator[Batch]:
+        """Batches as ``pipe.batches`` gives them, for a trainer that may lose patience and may ack a step late."""
+        held: int | None = None
+        while True:
+            batch = None
+            impatient = chance.random() < self.world.impatient
+            try:
+                with anyio.move_on_after(chance.random() if impatient else float("inf")):
+                    batch = await pipe.get_batch(GROUPS)
+            except EndOfSource:
+                if held is None:
+                    return
+                await pipe.ack(held)  # what is leased might still be released, so it is not the end before
+                held = None
+            if batch is None:
+                continue
+            yield batch
+            if batch.step not in pipe.ledger.leases:
+                held = held if batch.released else None
+            elif held is None and chance.random() < self.world.lag:
+                held = batch.step
+            else:
+                await pipe.ack(batch.step)
+                held = None
 
     async def _publish(self, pipe: Pipeline, step: int, chance: random.Random) -> None:
         while True:

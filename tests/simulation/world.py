@@ -24,6 +24,12 @@ class World:
         self.options.update(_policies(chance, self.options, self.plans))
         self.lives = chance.randint(1, 5)
         self.chance = chance
+        self.lag = chance.choice([0.0, 0.0, 0.3])
+        """How often, of 1, a step is acked only after the next."""
+        self.impatient = chance.choice([0.0, 0.0, 0.3])
+        """How often the trainer stops waiting for a batch, and asks again."""
+        if self.lag and self.options["capacity"] is not None:
+            self.options["capacity"] += 2 * GROUPS  # two batches are out at once
 
     @property
     def items(self) -> set[tuple[str, int, int]]:
@@ -71,9 +77,11 @@ def _options(chance: random.Random) -> dict[str, Any]:
         "selector": chance.choice(["stalest", "fifo"]),
         "max_staleness": staleness,
         "segment_bytes": chance.choice([1, 2000, 1 << 20]),
-        "max_deaths": 99,
+        "max_deaths": chance.choice([0, 1, 99, 99]),
+        "durability": chance.choice(["kill", "kill", "power", "none"]),
+        "write_queue_bytes": chance.choice([1, 5000, 64 << 20]),
         "max_rerolls": chance.choice([1, 3]),
-        "keep": None,
+        "keep": chance.choice([1, 3, None]),
         "after_crash": chance.choice(["reuse", "reuse", "discard"]),
         "capacity": chance.choice([None, 5, 9]),
         "batch_groups": GROUPS,

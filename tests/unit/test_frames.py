@@ -105,6 +105,16 @@ def test_a_torn_end_ends_the_file_at_every_byte(tmp_path: Path) -> None:
         assert len(found) == sum(needed <= cut for needed in last_bytes), cut
 
 
+def test_a_last_record_without_all_of_its_padding_is_whole_and_nothing_is_torn(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    raw = frame(payload=b"x" * 30)
+    for cut in range(len(raw) - 33, len(raw) + 1):
+        (tmp_path / "cut").write_bytes(raw[:cut])
+        found = list(scan(str(tmp_path / "cut"), run_tag=RUN, ended=lambda end, left: told.append((end, left))))
+        assert told.pop() == ((len(raw), 0) if found else (0, cut))
+    assert found
+
+
 def test_garbage_after_the_last_frame_is_no_frame(tmp_path: Path) -> None:
     for tail in (b"\0" * 300, b"FBAY" + b"\xff" * 200, b"\xff", b"FBAY"):
         assert len(read(tmp_path / "tail", frame() + tail)) == 1
