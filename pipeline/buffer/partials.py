@@ -57,27 +57,20 @@ class Partials:
             if not parts:
                 del self.by_uid[uid]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.by_uid.clear()
-
     def apply(self, incarnation: int, rank: int, event: AnyEvent, blob: bytes | None = None) -> None:
         """Take in an event of a journal; ``blob`` is the part itself, in life."""
-        kind = type(event)
-        if kind is PartSaved:
-            at = Location(incarnation, rank, event.segment, event.offset, event.length) if event.segment >= 0 else None  # type: ignore[union-attr]
-            part = Part(event.oldest, event.attempt, at, blob)  # type: ignore[union-attr]
-            self.by_uid.setdefault(event.uid, {})[event.member] = part  # type: ignore[union-attr]
+        if isinstance(event, PartSaved):
+            at = Location(incarnation, rank, event.segment, event.offset, event.length) if event.segment >= 0 else None
+            self.by_uid.setdefault(event.uid, {})[event.member] = Part(event.oldest, event.attempt, at, blob)
         elif not self.by_uid:
             return
-        elif kind is Finished or kind is Failed or kind is Parked:
-            self.discard(event.uid, event.member)  # type: ignore[union-attr]
-        elif kind is Reopened or kind is Dropped:
-            self.by_uid.pop(event.uid, None)  # type: ignore[union-attr]
-        elif kind is Opened:  # old versions are no newer than what was restored
-            for parts in self.by_uid.values():
-                for part in parts.values():
-                    part.oldest = min(part.oldest, event.version)  # type: ignore[union-attr]
-        elif kind is Inherited:
-            for item in event.items:  # type: ignore[union-attr]
+        elif isinstance(event, (Finished, Failed, Parked)):
+            self.discard(event.uid, event.member)
+        elif isinstance(event, (Reopened, Dropped)):
+            self.by_uid.pop(event.uid, None)
+        elif isinstance(event, Opened):  # old versions are no newer than what was restored
+            for _, _, part in self.items():
+                part.oldest = min(part.oldest, event.version)
+        elif isinstance(event, Inherited):
+            for item in event.items:
                 self.by_uid.pop(item.uid, None)

@@ -12,6 +12,9 @@ WAITING, RUNNING, PARKED, BUFFERED, LEASED = range(5)
 STATES = ("waiting", "running", "parked", "buffered", "leased")
 PENDING, IN_FLIGHT, FINISHED, GIVEN_UP, UNREWARDED = range(5)
 
+_AT_REST = bytes.maketrans(bytes([IN_FLIGHT]), bytes([PENDING]))
+_ANEW = bytes.maketrans(bytes([IN_FLIGHT, FINISHED, UNREWARDED]), bytes([PENDING] * 3))
+
 
 class Entry(msgspec.Struct, eq=False, gc=False):
     """A claimed item that has not ended.
@@ -138,8 +141,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             places: where the payload of each member that finished lies.
             anew: as if nothing had finished. What failed for good stays so.
         """
-        gone = (IN_FLIGHT, FINISHED, UNREWARDED) if anew else (IN_FLIGHT,)
-        kept = bytes(PENDING if status in gone else status for status in self.members)
+        kept = bytes(self.members.translate(_ANEW if anew else _AT_REST))
         return HeldItem(
             self.uid,
             self.task,

@@ -12,7 +12,7 @@ from pipeline.errors import GroupsRejected
 from pipeline.ledger import FINISHED, Entry
 from pipeline.observe import events
 from pipeline.runner.deadlines import TimeLimit
-from pipeline.store.codec import unpack
+from pipeline.store.codec import read_header, unpack
 from pipeline.task import Task
 from pipeline.wiring.state import RunState
 
@@ -27,13 +27,12 @@ class Filters:
     def rejects(self, task: Task, entry: Entry, last: tuple[int, bytes] | None = None) -> bool:
         """Whether the group is to be dropped now that its last member has ended.
 
+        A filter that raises, or has rejected ``max_rejections`` groups in a row, fails the run; the group is dropped.
+
         Args:
             task: the group's.
             entry: the group, as it was before that.
             last: member and blob of the last one, if it finished.
-
-        Raises:
-            GroupsRejected: the filter raised, or has rejected ``max_rejections`` groups in a row.
         """
         finished = entry.members.count(FINISHED) + (last is not None)
         if task.filter is None or entry.unsettled > 1 or entry.parked or finished < entry.need:
@@ -41,48 +40,54 @@ class Filters:
         return self._judge(task, entry, last, dict(entry.given))
 
     def rejects_rewarded(self, task: Task, entry: Entry, member: int, reward: float) -> bool:
-        """Whether a parked group is to be dropped now that ``member`` gets its reward.
-
-        Raises:
-            GroupsRejected: as :meth:`rejects`.
-        """
+        """Whether a parked group is to be dropped now that ``member`` gets its reward; otherwise as :meth:`rejects`."""
         if task.filter is None or entry.unsettled or entry.parked > 1:
             return False
         return self._judge(task, entry, None, {**dict(entry.given), member: reward})
 
     def _judge(self, task: Task, entry: Entry, last: tuple[int, bytes] | None, given: Mapping[int, float]) -> bool:
-        if self._keeps(task, entry, last, given):
+        assert task.filter is not None
+        where = f"payload of uid {entry.uid}"
+        blobs = self._blobs(entry, last)
+        try:
+            if isinstance(task.filter, ZeroVariance):  # rewards alone: no tensor is copied on the event loop
+                headers = {member: read_header(blob, where) for member, blob in blobs.items()}
+                keeps = task.filter([given.get(member, header.reward) for member, header in headers.items()])
+            else:
+                rollouts = {member: unpack(blob, where)[1] for member, blob in blobs.items()}
+                for member in given.keys() & rollouts.keys():
+                    rollouts[member] = msgspec.structs.replace(rollouts[member], reward=given[member])
+                keeps = task.filter(list(rollouts.values()))
+        except Exception as error:
+            failed = GroupsRejected(f"task {task.name!r}: its filter raised at uid {entry.uid}: {error!r}")
+            failed.__cause__ = error
+            self._state.fail(failed)
+            return True
+        if keeps:
             self._in_a_row.pop(task.name, None)
-            return False
-        count = self._in_a_row[task.name] = self._in_a_row.get(task.name, 0) + 1
-        self._state.log.debug(events.GROUP_FILTERED, task=task.name, uid=entry.uid, in_a_row=count)
-        if count >= task.max_rejections:
-            raise GroupsRejected(
-                f"task {task.name!r}: its filter has rejected {count} groups in a row, the last with uid {entry.uid}. "
-                "Loosen the filter, look at the rewards, or raise max_rejections="
-            )
-        return True
+        else:
+            self._count(task, entry.uid)
+        return not keeps
 
-    def _keeps(self, task: Task, entry: Entry, last: tuple[int, bytes] | None, given: Mapping[int, float]) -> bool:
-        held: Mapping[int, tuple[Any, Any]] = {}
-        if entry.uid in self._state.buffer.storage:
-            held = self._state.buffer.storage.get(entry.uid)
+    def _blobs(self, entry: Entry, last: tuple[int, bytes] | None) -> dict[int, bytes]:
+        """Return what has finished of a group, by member in order."""
+        storage = self._state.buffer.storage
+        held = storage.get(entry.uid) if entry.uid in storage else {}
         blobs = {member: blob for member, (blob, _) in held.items() if blob is not None}
         if last is not None:
             blobs[last[0]] = last[1]
-        rollouts = []
-        for member in sorted(blobs):
-            rollout = unpack(blobs[member], f"payload of uid {entry.uid}")[1]
-            if member in given:
-                rollout = msgspec.structs.replace(rollout, reward=given[member])
-            rollouts.append(rollout)
-        try:
-            if isinstance(task.filter, ZeroVariance):
-                return task.filter([rollout.reward for rollout in rollouts])
-            assert task.filter is not None
-            return bool(task.filter(rollouts))
-        except Exception as error:
-            raise GroupsRejected(f"task {task.name!r}: its filter raised at uid {entry.uid}: {error!r}") from error
+        return {member: blobs[member] for member in sorted(blobs)}
+
+    def _count(self, task: Task, uid: int) -> None:
+        count = self._in_a_row[task.name] = self._in_a_row.get(task.name, 0) + 1
+        self._state.log.debug(events.GROUP_FILTERED, task=task.name, uid=uid, in_a_row=count)
+        if count >= task.max_rejections:
+            self._state.fail(
+                GroupsRejected(
+                    f"task {task.name!r}: its filter has rejected {count} groups in a row, the last with uid {uid}. "
+                    "Loosen the filter, look at the rewards, or raise max_rejections="
+                )
+            )
 
 
 class Limits(Protocol):

@@ -115,7 +115,7 @@ def inherit(ledger: Ledger, sampler: Sampler, places: Mapping[int, Mapping[int, 
     """
     return Inherited(
         [
-            entry.hold(sorted((places or {}).get(entry.uid, {}).items()), anew=places is None)
+            entry.hold(() if places is None else sorted(places.get(entry.uid, {}).items()), anew=places is None)
             for entry in ledger.entries.values()
         ],
         {
@@ -124,17 +124,17 @@ def inherit(ledger: Ledger, sampler: Sampler, places: Mapping[int, Mapping[int, 
         },
         dict(sampler.mixture.shares),
         dict(sampler.mixture.drawn),
-        {name: msgspec.to_builtins(totals) for name, totals in _totals(ledger, anew=places is None).items()},
+        msgspec.to_builtins(totals_anew(ledger) if places is None else ledger.totals),
         ledger.dropped.ranges(),
         ledger.next_uid,
         sampler.inherited_shares,
     )
 
 
-def _totals(ledger: Ledger, *, anew: bool) -> dict[str, TaskTotals]:
-    """Counts for life; ``anew``: less what will be produced a second time, so that they agree with what is trained."""
+def totals_anew(ledger: Ledger) -> dict[str, TaskTotals]:
+    """Return the counts for life less what will be produced a second time, so that they agree with what is trained."""
     totals = {name: msgspec.structs.replace(each) for name, each in ledger.totals.items()}
-    for entry in ledger.entries.values() if anew else ():
+    for entry in ledger.entries.values():
         task, finished = totals[entry.task], entry.members.count(FINISHED)
         task.produced -= entry.state in (BUFFERED, LEASED)
         task.finished -= finished

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 
 from pipeline.config import LEAST, MOST
-from pipeline.errors import ConfigError, GroupsRejected, SourceError, UsageError
+from pipeline.errors import ConfigError, SourceError, UsageError
 from pipeline.ledger import PARKED, UNREWARDED, Entry
 from pipeline.observe import events
 from pipeline.records import EXTERNAL, Claimed, Dropped, Finished, Item, Rewarded, Rollout, Started
@@ -59,13 +59,8 @@ class Outside:
                 return  # whoever was not told that it arrived may send it again
             had = f"was given the reward {given!r} already" if given is not None else "is not parked"
             raise UsageError(f"uid {uid} ({state.ledger.state(uid)}), member {member} {had}; nothing was changed")
-        rejected = False
-        if entry.task in state.tasks:
-            try:
-                rejected = self._producer.filters.rejects_rewarded(state.tasks[entry.task], entry, member, reward)
-            except GroupsRejected as error:  # the member has its reward all the same, and its group is dropped
-                rejected = True
-                state.fail(error)
+        task = state.tasks.get(entry.task)
+        rejected = task is not None and self._producer.filters.rejects_rewarded(task, entry, member, reward)
         became = state.record(Rewarded(uid, member, entry.attempts[member], reward, rejected))
         if became is not None:
             self._became_buffered(became)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from pipeline.buffer.masks import judge
-from pipeline.errors import ForebayError, GroupsRejected, RolloutFailed, RolloutInvalid, SourceError
+from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, SourceError
 from pipeline.ledger import PARKED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
 from pipeline.records import Aged, Claimed, Failed, Finished, Interrupted, Item, Parked, Rollout, Started
@@ -24,7 +24,6 @@ from pipeline.runner.pool import GROUP_TIMEOUT, Job
 from pipeline.sampler.sampler import Draw
 from pipeline.store.codec import pack
 from pipeline.store.contents import decode_content, encode_content
-from pipeline.task import Task
 from pipeline.wiring.admission import Admission
 from pipeline.wiring.evaluating import EvaluationJob, Evaluator
 from pipeline.wiring.groups import Filters, GroupDeadlines, Limits
@@ -227,25 +226,19 @@ class Producer:
             return
         if ages is not None:
             state.record(Aged(job.item.uid, job.member, ages))
-        rejected = False
-        if job.task.filter is not None and not job.parked:
-            try:
-                rejected = self.filters.rejects(job.task, entry, (job.member, blob))
-            except GroupsRejected as error:  # the member has finished all the same, and its group is dropped
-                rejected = True
-                state.fail(error)
+        rejected = (
+            job.task.filter is not None and not job.parked and self.filters.rejects(job.task, entry, (job.member, blob))
+        )
         self._take_in(job, rollout, blob, oldest, newest, rejected)
+        if job.task.group_timeout is not None and not entry.unsettled:
+            self._deadlines.end(job.item.uid, job.life)
 
     def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> None:
         state = self._state
         if job.parked:
             self._park(job, rollout, blob, oldest, newest)
             return
-        segment, offset, location = -1, 0, None
-        if state.writer is not None:
-            location = state.writer.writer.place(blob, job.item.uid, job.member, job.life)
-            segment, offset = location.segment, location.offset
-        state.buffer.storage.put(job.item.uid, job.member, blob, location)
+        segment, offset = state.keep(job.item.uid, job.member, job.life, blob)
         became = state.record(
             Finished(
                 job.item.uid,
@@ -272,8 +265,6 @@ class Producer:
             state.changed.notify()  # a waiting trainer may now see that nothing more comes
         elif self._parking:  # perhaps this was the last member that others had been parked for
             state.expire_stale()
-        if job.task.group_timeout is not None and (became is not None or rejected):
-            self._deadlines.end(job.item.uid, job.life)
 
     def _park(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int) -> None:
         state, self._parking = self._state, True
@@ -311,7 +302,7 @@ class Producer:
         text = f"{type(error).__name__}: {error}"[:500]
         final = verdict is Verdict.GIVE_UP
         seconds = state.clock.now() - job.started
-        rejected = final and self._rejected_without(job.task, entry)
+        rejected = final and self.filters.rejects(job.task, entry)
         became = state.record(
             Failed(job.item.uid, job.member, job.attempt, reason, encodable(text), final, seconds, rejected)
         )
@@ -336,15 +327,9 @@ class Producer:
             state.teach(became)
         if final:
             state.expire_stale()  # the last member may have given up, and the group be whole without it
+            if job.task.group_timeout is not None and not entry.unsettled:
+                self._deadlines.end(job.item.uid, job.life)
         state.changed.notify()
-
-    def _rejected_without(self, task: Task, entry: Entry) -> bool:
-        """Whether a group whose last member has just given up is rejected."""
-        try:
-            return self.filters.rejects(task, entry)
-        except GroupsRejected as error:
-            self._state.fail(error)
-            return True
 
     def _group_late(self, uid: int, life: int) -> None:
         """A group's time is over: what of it has not finished is given up."""
@@ -358,7 +343,7 @@ class Producer:
             self._opened = None
         text = f"the group took longer than group_timeout={task.group_timeout} s"
         for member in [place for place, status in enumerate(entry.members) if status == PENDING]:
-            rejected = self._rejected_without(task, entry)
+            rejected = self.filters.rejects(task, entry)
             became = state.record(Failed(uid, member, entry.attempts[member], GROUP_TIMEOUT, text, True, 0.0, rejected))
             if became is not None:
                 state.teach(became)

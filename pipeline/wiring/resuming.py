@@ -135,7 +135,7 @@ def opening(state: RunState, generation: int, step: int, parent: int = -1) -> Op
     )
 
 
-def changes(state: RunState, manifest: Manifest) -> dict[str, str]:
+def _changes(state: RunState, manifest: Manifest) -> dict[str, str]:
     """Return what the run was saved with and now has otherwise, as far as it matters for what is made."""
     found: dict[str, str] = {}
     options = state.options.to_dict()
@@ -194,9 +194,6 @@ def adopt(state: RunState, found: Found) -> None:
     for name in recovered.ledger.totals:
         if name not in state.tasks:
             state.log.warning(events.TASK_MISSING, task=name)
-    for what, how in changes(state, found.stored.manifest).items():
-        before, _, now = how.rpartition(" -> ")
-        state.log.warning(events.TASK_CHANGED, what=what, before=before, now=now)
 
 
 def settle(state: RunState, restart: Sequence[str]) -> None:
@@ -216,7 +213,11 @@ def settle(state: RunState, restart: Sequence[str]) -> None:
 
 
 def describe(state: RunState, found: Found) -> Resumed:
-    """Return what the user is told of a resume."""
+    """Return what the user is told of a resume, and log what has changed."""
+    changed = _changes(state, found.stored.manifest)
+    for what, how in changed.items():
+        before, _, now = how.rpartition(" -> ")
+        state.log.warning(events.TASK_CHANGED, what=what, before=before, now=now)
     return Resumed(
         step=state.ledger.step,
         version=state.version,
@@ -225,6 +226,6 @@ def describe(state: RunState, found: Found) -> Resumed:
         waiting=state.ledger.count(WAITING),
         repeated=len(state.pending),
         parked=state.ledger.count(PARKED),
-        changed=changes(state, found.stored.manifest),
+        changed=changed,
         set_aside=found.recovered.set_aside,
     )

@@ -18,7 +18,6 @@ from pipeline.checkpoint.generations import GenerationWriter, Stored, find_gener
 from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.errors import ForebayError, WriteFailed
-from pipeline.ledger import TaskTotals
 from pipeline.observe import events
 from pipeline.sampler.progress import encode_progress, rolled_back
 from pipeline.store.files import FilesLike
@@ -27,7 +26,7 @@ from pipeline.store.layout import Layout
 from pipeline.store.segments import SegmentInfo
 from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
-from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, encode_inherited, inherit
+from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, encode_inherited, inherit, totals_anew
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
 from pipeline.wiring.state import RunState, window_marks
 
@@ -163,10 +162,9 @@ class Saver:
         capture.states = list(states)
         half, progress = state.consumer_half(), state.refresh_progress()
         if not replay_buffer:
-            inherited = inherit(state.ledger, state.sampler)
-            marks = {name: window_marks(msgspec.convert(each, TaskTotals)) for name, each in inherited.totals.items()}
+            marks = {name: window_marks(each) for name, each in totals_anew(state.ledger).items()}
             half.leases, progress = [], rolled_back(progress, marks)
-            capture.small[PRODUCER_FILE] = encode_inherited(inherited)
+            capture.small[PRODUCER_FILE] = encode_inherited(inherit(state.ledger, state.sampler))
         capture.small[CONSUMER_FILE] = msgspec.json.format(msgspec.json.encode(half)) + b"\n"
         capture.small[PROGRESS_FILE] = encode_progress(progress, state.unknown_progress)
         return capture

@@ -77,7 +77,7 @@ class TestSavingWithoutTheBuffer:
             waiting = [uid for uid in range(pipe.ledger.next_uid) if pipe.ledger.state(uid) in ("waiting", "running")]
             assert len(waiting) == resumed.waiting
             assert resumed.set_aside > 0
-            assert all(pipe.progress.deficit(name, 0) == 0 for name in ("numbers",))
+            assert pipe.progress.deficit("numbers", 0) == 0
             await finish(pipe, trained, 4)
         assert trained.batches[:step] == before.batches
         assert Counter(trained.items) == dict.fromkeys(range(12), 2)
