@@ -18,8 +18,7 @@ from pipeline.records import Dropped, EpochBegan, Opened
 from pipeline.sampler.progress import restore_in_place
 from pipeline.sampler.sampler import check_marks
 from pipeline.store.layout import Layout
-from pipeline.wiring.folder import RunFolder
-from pipeline.wiring.lines import NOTHING, find_line
+from pipeline.wiring.lines import find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
 
@@ -82,9 +81,7 @@ class Found(msgspec.Struct, frozen=True):
     origin: Origin
 
 
-def find_to_resume(
-    state: RunState, folder: RunFolder, origin: Origin, step: int | None, attached: Sequence[str]
-) -> Found:
+def find_to_resume(state: RunState, origin: Origin, step: int | None, attached: Sequence[str]) -> Found:
     """Read and check the generation to resume and what came after it. Blocks, and changes nothing.
 
     Raises:
@@ -99,10 +96,9 @@ def find_to_resume(
     stored = choose(found, step, layout.directory)
     line = find_line(layout, origin.tag, stored.manifest, discard=state.options.after_crash == "discard")
     opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
-    if origin.forked:  # whatever an earlier try left in the new run's folder does not count
-        own = [(name.incarnation, name.rank, NOTHING) for name in folder.layout.list_journals()]
+    if origin.forked:  # its base is this incarnation: what an earlier try left in the folder does not count
         name = f"{origin.run_id}/{stored.manifest.generation}"
-        opened = msgspec.structs.replace(opened, generation=-1, parent=-1, discarded=own, origin=name)
+        opened = msgspec.structs.replace(opened, generation=-1, parent=-1, origin=name)
     else:
         opened = msgspec.structs.replace(opened, discarded=line.discarded)
     recovered = recover_run(

@@ -234,7 +234,7 @@ class Run:
         def look() -> Found:
             own = Origin(folder.layout, folder.run_id, folder.tag, False)
             origin = own if from_ is None else Origin.other(from_)
-            return find_to_resume(self.state, folder, origin, step, list(self.attached))
+            return find_to_resume(self.state, origin, step, list(self.attached))
 
         return await self.in_thread(look)
 

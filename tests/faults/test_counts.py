@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from pipeline import Context, Item, Pipeline, Retry, Rollout, Task, ZeroVariance
+from pipeline.ledger import IN_FLIGHT
 from tests.support.crashes import Trained, begin, crashed_copy, inline_pipeline, train
 from tests.support.runs import numbers
 
@@ -53,6 +54,8 @@ def add_up(pipe: Pipeline) -> None:
         + groups.trained
         + groups.dropped
     )
+    for entry in pipe.ledger.entries.values():
+        assert entry.in_flight == entry.members.count(IN_FLIGHT), f"uid {entry.uid}"
     assert now.rollouts.in_flight == sum(entry.in_flight for entry in pipe.ledger.entries.values())
 
 

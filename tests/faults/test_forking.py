@@ -13,6 +13,8 @@ import anyio
 import pytest
 
 from pipeline import ForebayError, Pipeline, StoreError, Task, UsageError
+from pipeline.store.frames import PAYLOAD, scan
+from pipeline.store.layout import Layout
 from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, train, uneven
 from tests.support.disk import ScriptedFiles
 from tests.support.runs import numbers
@@ -137,6 +139,53 @@ async def test_a_fork_that_was_cut_before_its_first_generation_is_begun_again(tm
 
 def whole(directory: str) -> bool:
     return any((each / "manifest.json").exists() for each in Path(directory, "generations").iterdir())
+
+
+async def test_what_an_earlier_try_left_in_the_folder_does_not_count(tmp_path: Path) -> None:
+    """A fork of step 3 dies after its state is written, and before its generation is; then step 1 is forked."""
+    source, target, fresh = (str(tmp_path / name) for name in ("a", "b", "c"))
+    await a_run(source, capacity=9)
+    async with make(2, target, capacity=9) as pipe:
+        pipe.attach(trained=Trained())
+        await pipe.resume(3, from_=source)
+    shutil.rmtree(Path(target, "generations"))
+    os.makedirs(Path(target, "generations"))
+    found = []
+    for directory in (target, fresh):
+        async with make(3, directory, capacity=9) as pipe:
+            pipe.attach(trained=Trained())
+            await pipe.resume(1, from_=source)
+        async with make(4, directory, capacity=9) as pipe:  # by its own journals
+            pipe.attach(trained=Trained())
+            await pipe.resume()
+            pipe.ledger.check()
+            state = dict(pipe.ledger.snapshot())
+            for entry in state["entries"].values():
+                del entry["made"]  # another incarnation
+            found.append(state)
+    assert found[0] == found[1]
+
+
+async def test_payloads_keep_the_life_that_they_are_of(tmp_path: Path) -> None:
+    source, target = str(tmp_path / "a"), str(tmp_path / "b")
+    await a_run(source, capacity=9)
+    async with make(2, source, capacity=9) as pipe:  # everything that was unconsumed begins a life anew
+        pipe.attach(trained=Trained())
+        await pipe.resume(2)
+        await pipe.start(weights_current=True)
+        await anyio.sleep(5.0)
+        lives = {uid: entry.life for uid, entry in pipe.ledger.entries.items()}
+    async with make(3, target, capacity=9) as pipe:
+        pipe.attach(trained=Trained())
+        await pipe.resume(from_=source)
+    layout = Layout(target)
+    run = layout.read_run()
+    assert run is not None
+    paths = [os.path.join(layout.segments, name) for name in layout.list_segments()]
+    headers = [frame.header for path in paths for frame in scan(path, run_tag=run.tag) if frame.header.kind == PAYLOAD]
+    assert headers
+    assert all(header.life == lives[header.sequence] for header in headers)
+    assert any(header.life for header in headers)
 
 
 async def test_the_first_generation_says_where_it_comes_from(tmp_path: Path) -> None:

@@ -147,6 +147,78 @@ class TestFilters:
                 assert dropped(pipe) == {"filtered": 4}
 
 
+class TestFiltersAndRewardsThatComeLater:
+    """A group is judged once, by the rewards that it really has."""
+
+    @staticmethod
+    async def parking(item: Item, ctx: Context) -> Rollout:
+        await anyio.sleep(1.0 + ctx.member)
+        if ctx.member < 2:
+            ctx.park()
+        return Rollout({"n": [item["n"]]}, reward=5.0)
+
+    @pytest.mark.parametrize("given", [ZeroVariance(), lambda rollouts: len({each.reward for each in rollouts}) > 1])
+    async def test_by_the_rewards_that_were_given(self, given: Any) -> None:
+        async with pipeline(task(self.parking, count=2, filter=given)) as pipe:
+            await begin(pipe)
+            await anyio.sleep(4.0)  # the last member has finished, with the reward that the others returned too
+            assert [pipe.ledger.state(uid) for uid in (0, 1)] == ["parked", "parked"]
+            for member, reward in ((0, 5.0), (1, 5.0)):
+                await pipe.reward(0, reward, member)
+            for member, reward in ((0, 5.0), (1, 6.0)):
+                await pipe.reward(1, reward, member)
+            assert [pipe.ledger.state(uid) for uid in (0, 1)] == ["dropped", "buffered"]
+            assert dropped(pipe) == {"filtered": 1}
+            pipe.ledger.check()
+
+    async def test_a_reward_before_the_last_member_has_ended(self) -> None:
+        async with pipeline(task(self.parking, count=1, filter=ZeroVariance())) as pipe:
+            await begin(pipe)
+            await anyio.sleep(2.5)
+            await pipe.reward(0, 5.0, 0)
+            await pipe.reward(0, 4.0, 1)
+            (group,) = await pipe.get_batch(1)
+            assert [rollout.reward for rollout in group] == [5.0, 4.0, 5.0]
+
+    async def test_not_before_they_are_there_though_enough_have_finished(self) -> None:
+        async def run(item: Item, ctx: Context) -> Rollout:
+            if ctx.member == 0:
+                ctx.park()
+            return Rollout({"n": [item["n"]]}, reward=5.0)
+
+        async with pipeline(task(run, count=1, min_group=2, filter=ZeroVariance())) as pipe:
+            await begin(pipe)
+            await anyio.sleep(1.0)
+            assert pipe.ledger.state(0) == "parked"
+            await pipe.reward(0, 6.0, 0)
+            assert len(await pipe.get_batch(1)) == 1
+
+    async def test_parked_in_one_life_and_judged_in_another(self, run_directory: str) -> None:
+        given = task(self.parking, count=2, filter=ZeroVariance())
+        async with inline_pipeline(given, directory=run_directory) as pipe:
+            await begin(pipe)
+            await anyio.sleep(4.0)
+            await pipe.reward(0, 5.0, 0)
+        async with inline_pipeline(given, directory=run_directory) as pipe:
+            await begin(pipe)
+            await pipe.reward(0, 5.0, 1)
+            await pipe.reward(1, 5.0, 0)
+            await pipe.reward(1, 7.0, 1)
+            assert [pipe.ledger.state(uid) for uid in (0, 1)] == ["dropped", "buffered"]
+
+    async def test_a_filter_that_raises_at_a_reward_ends_the_run(self) -> None:
+        def broken(rollouts: Sequence[Rollout]) -> bool:
+            raise KeyError("reward")
+
+        async with pipeline(task(self.parking, count=1, filter=broken)) as pipe:
+            await begin(pipe)
+            await anyio.sleep(4.0)
+            await pipe.reward(0, 5.0, 0)
+            await pipe.reward(0, 5.0, 1)
+            with pytest.raises(GroupsRejected, match="its filter raised at uid 0"):
+                await pipe.get_batch(1)
+
+
 class TestGroupDeadlines:
     async def test_what_has_not_finished_is_given_up(self) -> None:
         tries: Counter[tuple[int, int]] = Counter()
@@ -195,7 +267,7 @@ class TestGroupDeadlines:
             # One slot: member 0 twice, then member 1 is cut at 5 s, and member 2 is never begun.
             assert [(group.index, len(group)) for group in batch] == [(1, 2)]
             assert dropped(pipe) == {"failed": 1}
-            assert started[:3] == [(0, 0, 1), (0, 0, 2), (0, 0, 3)]
+            assert started == [(0, 0, 1), (0, 0, 2), (0, 0, 3), (1, 0, 1), (1, 1, 1), (1, 2, 1)]
             pipe.ledger.check()
 
     async def test_fail_fast_stops_the_run(self) -> None:

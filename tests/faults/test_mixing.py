@@ -156,6 +156,19 @@ class TestEnd:
             second = await pipe.get_batch(3)
         assert [*parts(first), *parts(second)] == [("numbers", n) for n in range(4)]
 
+    async def test_a_last_group_that_fails_with_its_last_rollout_ends_the_waiting(self) -> None:
+        async def run(item: Item, ctx: Context) -> Rollout:
+            await anyio.sleep(1.0 + ctx.member)
+            if ctx.member == 0:
+                raise ValueError("always")
+            return Rollout(reward=0.0)
+
+        given = task(1, run, group_size=2, min_group=2, on_failure="skip")
+        async with inline_pipeline(given, mixing="batch") as pipe:
+            await begin(pipe)
+            with anyio.fail_after(60), pytest.raises(EndOfSource):
+                await pipe.get_batch(2)
+
     async def test_an_empty_source_gives_nothing(self) -> None:
         tasks = [task(0, lasting({}), "a"), task(6, lasting({}), "b")]
         async with inline_pipeline(tasks, mixing="batch") as pipe:

@@ -171,8 +171,12 @@ async def test_versions_of_a_dead_life_are_no_newer_than_what_was_restored(tmp_p
 async def test_what_would_be_too_old_when_it_ends_begins_afresh() -> None:
     run = Writer()
 
+    gone_on: list[tuple[int, int | None]] = []
+
     async def mixed(item: Item, ctx: Context) -> Rollout:
         if item["n"] == 0:
+            least = pipe.ledger.next_step - 2
+            gone_on.append((least, None if ctx.partial is None else ctx.partial.oldest))
             return await run(item, ctx)
         await anyio.sleep(0.6)
         return Rollout(reward=0.0)
@@ -193,6 +197,8 @@ async def test_what_would_be_too_old_when_it_ends_begins_afresh() -> None:
         assert rollout.oldest >= batch.step - 2
         assert rollout["versions"].tolist()[0] == rollout.oldest
     assert run.made[0] > TOKENS  # some of it was let go
+    assert len(gone_on) > 2
+    assert all(oldest is None or oldest >= least for least, oldest in gone_on), gone_on
 
 
 class TestOff:
@@ -248,6 +254,24 @@ async def test_what_cannot_be_stored_fails_the_attempt_that_tried() -> None:
         await finish(pipe, Trained(), 1)
         assert pipe.ledger.totals["numbers"].dropped == {"failed": 1}
     assert "bad" in str(seen[0])
+
+
+async def test_an_attempt_that_is_over_keeps_nothing() -> None:
+    kept: list[Context] = []
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        kept.append(ctx)
+        await anyio.sleep(1.0)
+        return Rollout(reward=1.0)
+
+    async with pipeline(task(run, 1)) as pipe:
+        await pipe.start()
+        await anyio.sleep(2.0)
+        kept[0].save_partial(Rollout({"late": [1]}))
+        assert len(pipe._run.state.partials) == 0
+        assert len(await pipe.get_batch(1)) == 1
+        kept[0].save_partial(Rollout({"late": [1]}))
+        assert len(pipe._run.state.partials) == 0
 
 
 async def test_without_a_run_nothing_is_kept() -> None:

@@ -180,6 +180,37 @@ class TestSavingWithoutTheBuffer:
         assert len(tries) == 3
         assert trained.items == [2, 3]
 
+    async def test_no_number_is_used_twice(self, tmp_path: Path) -> None:
+        """Neither an item's, though the journals go on beyond the generation, nor an incarnation's."""
+        directory = str(tmp_path / "run")
+        async with make(1, directory, capacity=12) as pipe:
+            trained = Trained()
+            await begin(pipe, trained=trained)
+            await train_until(pipe, trained, 1)
+            await (await pipe.save(1, replay_buffer=False)).committed()
+            claimed = pipe.ledger.next_uid
+            await train_until(pipe, trained, 3)
+            used = pipe.ledger.next_uid
+        assert used > claimed
+        shutil.copytree(directory, tmp_path / "copy")
+        async with make(2, directory, capacity=12) as pipe:
+            await begin(pipe, trained=Trained())
+            assert pipe.ledger.next_uid >= used
+            await anyio.sleep(3.0)
+            assert pipe._run.state.incarnation == 2
+        # The first generation alone, beside the segments of both lives.
+        for folder in Path(directory, "generations").iterdir():
+            if folder.name not in {each.name for each in Path(tmp_path, "copy", "generations").iterdir()}:
+                shutil.rmtree(folder)
+        shutil.rmtree(Path(directory, "journals"))
+        os.makedirs(Path(directory, "journals"))
+        async with make(3, directory, capacity=12) as pipe:
+            trained = Trained()
+            await begin(pipe, trained=trained)
+            assert pipe._run.state.incarnation == 3
+            await finish(pipe, trained, 4)
+        assert Counter(trained.items) == dict.fromkeys(range(12), 2)
+
     async def test_another_seed_is_refused_with_no_journal_to_tell(self, tmp_path: Path) -> None:
         directory = str(tmp_path / "run")
         await saved_without(directory, 2, capacity=9)
@@ -267,6 +298,43 @@ class TestDiscarding:
             await begin(pipe, trained=trained)
             await finish(pipe, trained, 4)
         assert Counter(trained.items) == dict.fromkeys(range(12), 2)
+
+    @pytest.mark.parametrize("options", EVERY)
+    async def test_a_generation_of_the_part_that_was_set_aside_can_be_gone_back_to(
+        self, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        """Step 4 lies in what a life that went back to step 1 set aside; whoever goes back to it has its line again."""
+        directory = str(tmp_path / "run")
+        async with make(1, directory, **options) as pipe:
+            first = Trained()
+            await begin(pipe, trained=first)
+            for step in range(1, 5):
+                await train_until(pipe, first, step)
+                await (await pipe.save(step)).committed()
+            await anyio.sleep(1.0)
+        async with make(2, directory, after_crash="discard", **options) as pipe:
+            trained = Trained()
+            pipe.attach(trained=trained)
+            await pipe.resume(1)
+            await pipe.start(weights_current=True)
+            await train_until(pipe, trained, 2)
+            await (await pipe.save(2)).committed()
+            await anyio.sleep(1.0)
+        for life in range(2):  # the second finds it by the journals of the first
+            async with make(3 + life, directory, **options) as pipe:
+                trained = Trained()
+                pipe.attach(trained=trained)
+                resumed = await pipe.resume(4 if life == 0 else None)
+                assert trained.batches == first.batches
+                assert resumed.step == 4
+                pipe.ledger.check()
+                await pipe.start(weights_current=True)
+                if life == 0:
+                    await anyio.sleep(1.0)
+                    crashed = crashed_copy(directory, tmp_path / "copy")
+                await finish(pipe, trained, 4)
+            assert Counter(trained.items) == dict.fromkeys(range(12), 2)
+            directory = crashed
 
     @pytest.mark.parametrize("seed", range(40))
     async def test_lines_of_every_kind_one_after_another(self, tmp_path: Path, seed: int) -> None:

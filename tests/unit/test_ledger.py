@@ -13,6 +13,7 @@ from pipeline.records import (
     Claimed,
     Closed,
     Dropped,
+    Failed,
     Finished,
     Interrupted,
     Opened,
@@ -155,3 +156,16 @@ def test_a_parked_groups_age_follows_the_weights_that_went_back() -> None:
     ledger.apply(Rewarded(0, 0, 1, 1.0))
     assert (ledger.state(0), len(ledger.parked), ledger.totals["a"].reward_sum) == ("buffered", 0, 1.0)
     ledger.check()
+
+
+def test_a_member_given_up_before_it_was_started_was_not_in_flight() -> None:
+    ledger = Ledger()
+    ledger.apply(Claimed(0, "a", 0, 0, 0, 3, 1))
+    ledger.apply(Started(0, 0))
+    ledger.apply(Started(0, 1))
+    ledger.apply(Failed(0, 2, 0, "group timeout", "late", True))
+    assert ledger.entries[0].in_flight == 2
+    ledger.apply(Finished(0, 0, 1, 1.0, 0, 0))
+    became = ledger.apply(Finished(0, 1, 1, 1.0, 0, 0))
+    assert became is not None
+    assert (became.in_flight, became.unsettled, ledger.state(0)) == (0, 0, "buffered")
