@@ -46,6 +46,18 @@ class RolloutStorage:
             return {group[0]: group[1:]}
         return {member: (blob, where) for member, blob, where in zip(group[::3], group[1::3], group[2::3], strict=True)}
 
+    def blobs(self, uid: int) -> list[bytes] | None:
+        """Return a group's payloads, members in order, or None if one of them is not held in memory.
+
+        Raises:
+            KeyError: nothing is held for ``uid``.
+        """
+        group = self._groups[uid]
+        if len(group) == 3:
+            return None if group[1] is None else [group[1]]
+        held = sorted(zip(group[::3], group[1::3], strict=True))  # no member is there twice: blobs are not compared
+        return None if any(blob is None for _, blob in held) else [blob for _, blob in held]
+
     def discard(self, uid: int) -> None:
         """Forget a group's payloads, if there are any."""
         group = self._groups.pop(uid, ())

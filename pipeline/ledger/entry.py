@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pipeline.records import Claimed, HeldItem, Location
+from pipeline.ledger.places import without_members
+from pipeline.records import Claimed, HeldItem, Location, Reopened
 
 WAITING, RUNNING, PARKED, BUFFERED, LEASED = range(5)
 STATES = ("waiting", "running", "parked", "buffered", "leased")
 PENDING, IN_FLIGHT, FINISHED, GIVEN_UP, UNREWARDED = range(5)
 
+_ZERO = (0,)
 _AT_REST = bytes.maketrans(bytes([IN_FLIGHT]), bytes([PENDING]))
 _ANEW = bytes.maketrans(bytes([IN_FLIGHT, FINISHED, UNREWARDED]), bytes([PENDING] * 3))
 
@@ -79,11 +81,28 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         members = zip(self.ages[::3], self.ages[1::3], strict=True)
         return frozenset(self.ages[::3]) - {member for member, version in members if version >= least}
 
+    def reopen(self, event: Reopened) -> None:
+        """Begin anew: the members that ``event`` names, or all."""
+        self.life += 1
+        self.rerolls += event.reason == "expired"
+        if event.members:
+            for member in event.members:
+                self.members[member] = PENDING
+            self.unsettled, self.ages = len(event.members), without_members(self.ages, set(event.members))
+            self.oldest = self.effective = event.oldest
+            self.newest, self.rewards, self.tokens = event.newest, event.rewards, event.tokens
+        else:
+            self.members = bytearray(self.size)
+            self.unsettled, self.ages = self.size, ()
+            self.oldest, self.newest, self.rewards, self.tokens = None, 0, 0.0, 0
+        self.in_flight = self.parked = 0
+        self.given = tuple(each for each in self.given if event.members and each[0] not in event.members)
+
     @classmethod
     def of(cls, event: Claimed) -> Entry:
         """Return the entry of an item that has just been claimed."""
         size = event.size
-        zeros = (0,) * size
+        zeros = _ZERO if size == 1 else (0,) * size
         return cls(
             event.uid,
             event.task,

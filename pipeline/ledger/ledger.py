@@ -160,7 +160,7 @@ class Ledger:
                 entry.newest = newest
         entry.made = self.incarnation
         entry.members[event.member] = FINISHED
-        return self._settle(entry, event.rejected)
+        return self._settle(entry, totals, event.rejected)
 
     def _parked(self, event: Parked) -> None:
         entry = self.entries.get(event.uid)
@@ -182,7 +182,7 @@ class Ledger:
         entry.made = self.incarnation
         entry.members[event.member] = UNREWARDED
         entry.parked += 1
-        self._settle(entry)
+        self._settle(entry, totals)
 
     def _rewarded(self, event: Rewarded) -> Entry | None:
         entry = self.entries.get(event.uid)
@@ -218,12 +218,13 @@ class Ledger:
         entry = self.entries.get(event.uid)
         if entry is None:
             return None
-        self.totals[entry.task].failed += 1
+        totals = self.totals[entry.task]
+        totals.failed += 1
         entry.failures = with_at(entry.failures, event.member, entry.failures[event.member] + 1)
         if event.final:
             entry.in_flight += entry.members[event.member] == PENDING  # given up before it was started
             entry.members[event.member] = GIVEN_UP
-            return self._settle(entry, event.rejected)
+            return self._settle(entry, totals, event.rejected)
         self._unstart(entry, event.member)
         return None
 
@@ -242,7 +243,7 @@ class Ledger:
         if not entry.in_flight:
             self._move(entry, WAITING)
 
-    def _settle(self, entry: Entry, rejected: bool = False) -> Entry | None:
+    def _settle(self, entry: Entry, totals: TaskTotals, rejected: bool = False) -> Entry | None:
         """A member has ended. Once all have, the group is buffered or parked, or dropped: too few, or rejected."""
         entry.unsettled -= 1
         entry.in_flight -= 1
@@ -261,7 +262,7 @@ class Ledger:
         self._order += 1
         entry.order = self._order
         self._move(entry, BUFFERED)
-        self.totals[entry.task].produced += 1
+        totals.produced += 1
         return entry
 
     def _dropped(self, event: Dropped) -> None:
@@ -288,20 +289,7 @@ class Ledger:
         if entry.state == PARKED:
             self.parked.remove(entry)
         self.totals[entry.task].reopened += 1
-        entry.life += 1
-        entry.rerolls += event.reason == "expired"
-        if event.members:
-            for member in event.members:
-                entry.members[member] = PENDING
-            entry.unsettled, entry.ages = len(event.members), without_members(entry.ages, set(event.members))
-            entry.oldest = entry.effective = event.oldest
-            entry.newest, entry.rewards, entry.tokens = event.newest, event.rewards, event.tokens
-        else:
-            entry.members = bytearray(entry.size)
-            entry.unsettled, entry.ages = entry.size, ()
-            entry.oldest, entry.newest, entry.rewards, entry.tokens = None, 0, 0.0, 0
-        entry.in_flight = entry.parked = 0
-        entry.given = tuple(each for each in entry.given if event.members and each[0] not in event.members)
+        entry.reopen(event)
         self._move(entry, WAITING)
 
     def _opened(self, event: Opened) -> None:
@@ -400,9 +388,11 @@ class Ledger:
             totals = self.totals[entry.task]
             totals.trained += 1
             totals.trained_rollouts += entry.members.count(FINISHED)
-            masked = min(entry.masked, entry.tokens)
-            totals.trained_tokens += entry.tokens - masked
-            totals.masked_tokens += masked
+            totals.trained_tokens += entry.tokens
+            if entry.masked:
+                masked = min(entry.masked, entry.tokens)
+                totals.trained_tokens -= masked
+                totals.masked_tokens += masked
         self.trained.update(done)
         self.leases = {leased: lease for leased, lease in self.leases.items() if leased > step}
         self.step = step

@@ -48,11 +48,11 @@ def check_rollout(given: Any, item: Item) -> str | None:
         raise RolloutInvalid(f"{item}: field reward: a number is needed, found {_shown(reward)}")
     if not (math.isfinite(reward) if type(reward) is float else _is_finite(reward)):
         return f"reward is {_shown(reward)}"
-    if not isinstance(given.traces, tuple):
+    if type(given.traces) is not tuple:
         raise RolloutInvalid(
             f"{item}: field traces: tensors by name, or a list, are needed, found {_shown(given.traces)}"
         )
-    if not _is_mapping(given.info):
+    if type(given.info) is not dict and not _is_mapping(given.info):
         raise RolloutInvalid(f"{item}: field info: a mapping is needed, found {_shown(given.info)}")
     for number, trace in enumerate(given.traces):
         if not isinstance(trace, Trace) or not _is_mapping(trace.tensors):

@@ -46,7 +46,9 @@ class Work(Protocol):
 
     def next_job(self) -> Job | None: ...
 
-    def finished(self, job: Job, rollout: Rollout) -> None: ...
+    def finished(self, job: Job, rollout: Rollout) -> bool:
+        """Take a rollout in. Returns whether there may be another job now, if there was none before."""
+        ...
 
     def failed(self, job: Job, error: BaseException, reason: str) -> None: ...
 
@@ -86,6 +88,7 @@ class Pool:
         self._group: anyio.abc.TaskGroup | None = None
         self._new_event: Callable[[], anyio.Event] = anyio.Event
         self._closing = False
+        self._dry = False  # whether there was no job when one was asked for last, and nothing has happened since
 
     async def __aenter__(self) -> Pool:
         # anyio.Event() looks the backend up at each call; what it makes is of that backend's own class.
@@ -109,11 +112,13 @@ class Pool:
         """Give work to every free slot. Call it whenever there may be new work or room."""
         if self._closing or self._group is None:
             return
+        self._dry = False
         while self.in_flight < self.concurrency:
             if not self._idle and len(self._workers) >= self.concurrency + self.scoring:
                 return  # some worker is between two attempts, and asks for work itself within this turn
             job = self._work.next_job()
             if job is None:
+                self._dry = True
                 return
             self._took()
             if self._idle:
@@ -207,7 +212,7 @@ class Pool:
             self.peak = self.in_flight
 
     def _ended(self, worker: _Worker, job: Job) -> None:
-        worker.job = None
+        worker.job, self._dry = None, False
         if job.has_slot:
             self._free_slot()
         else:
@@ -239,7 +244,7 @@ class Pool:
         work, run = self._work, self._engine.run
         served = 0
         while worker.cut is None:
-            job = worker.job or self._next_job(worker)
+            job = worker.job or (None if self._dry else self._next_job(worker))
             if job is None:
                 worker.wake = self._new_event()
                 self._idle.append(worker)
@@ -269,7 +274,8 @@ class Pool:
                     self.in_flight -= 1
                 else:
                     self._ended(worker, job)
-                work.finished(job, rollout)
+                if work.finished(job, rollout):
+                    self._dry = False
             # Others have begun attempts meanwhile, or else this runner may be one that never waits.
             served = served + 1 if self._last is worker else 0
             if served == _TURN:
@@ -280,7 +286,9 @@ class Pool:
         if self.in_flight >= self.concurrency:
             return None
         job = self._work.next_job()
-        if job is not None:
+        if job is None:
+            self._dry = True
+        else:
             self._took()
             worker.job = job
             if self.in_flight < self.concurrency:  # a group has come: its other members are work as well

@@ -164,23 +164,7 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
     Raises:
         RolloutInvalid: a tensor or a value of ``info`` cannot be stored; names task, item and field.
     """
-    arrays: list[Any] = []
-    key: list[Any] = []  # all that a safetensors header depends on
-    traces: list[tuple[str, str]] = []
-    for number, trace in enumerate(rollout.traces):
-        if not isinstance(trace.agent, str) or not isinstance(trace.policy, str):
-            raise RolloutInvalid(
-                f"{item}: trace {number}: agent={trace.agent!r} and policy={trace.policy!r} must be text"
-            )
-        traces.append((trace.agent, trace.policy))
-        for name, value in trace.tensors.items():
-            try:
-                name.encode()  # a lone surrogate could be written, and never be read again
-                tensor = tensor_bytes(value)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise RolloutInvalid(f"{item}: field {name!r} of trace {number}: {error}") from None
-            arrays.append(tensor.array)
-            key += (number, name, tensor.dtype, tensor.shape)
+    arrays, key, traces = _tensors(rollout, item) if rollout.traces else _NO_TENSORS
     oldest, newest = versions
     header = _encode(
         PayloadHeader(
@@ -200,7 +184,32 @@ def pack(rollout: Rollout, item: Item, *, member: int, attempt: int, life: int, 
         ),
         item,
     )
-    return _join(tuple(key), arrays, header)
+    return _join(key, arrays, header)
+
+
+_NO_TENSORS: tuple[list[Any], tuple[Any, ...], list[tuple[str, str]]] = ([], (), [])
+
+
+def _tensors(rollout: Rollout, item: Item) -> tuple[list[Any], tuple[Any, ...], list[tuple[str, str]]]:
+    """Return the arrays of all traces, all that a safetensors header depends on, and (agent, policy) of each trace."""
+    arrays: list[Any] = []
+    key: list[Any] = []
+    traces: list[tuple[str, str]] = []
+    for number, trace in enumerate(rollout.traces):
+        if not isinstance(trace.agent, str) or not isinstance(trace.policy, str):
+            raise RolloutInvalid(
+                f"{item}: trace {number}: agent={trace.agent!r} and policy={trace.policy!r} must be text"
+            )
+        traces.append((trace.agent, trace.policy))
+        for name, value in trace.tensors.items():
+            try:
+                name.encode()  # a lone surrogate could be written, and never be read again
+                tensor = tensor_bytes(value)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise RolloutInvalid(f"{item}: field {name!r} of trace {number}: {error}") from None
+            arrays.append(tensor.array)
+            key += (number, name, tensor.dtype, tensor.shape)
+    return arrays, tuple(key), traces
 
 
 def _encode(header: PayloadHeader, item: Item) -> bytes:

@@ -16,9 +16,12 @@ class Admission:
 
     def may_claim(self) -> bool:
         state = self._state
+        limit = state.limit
+        if limit is None:
+            limit = self.limit()
         if state.mixing is not None:
-            return state.mixing.may_claim(self.limit())
-        return len(state.ledger.entries) - state.absent - state.gathered < self.limit()
+            return state.mixing.may_claim(limit)
+        return len(state.ledger.entries) - state.absent - state.gathered < limit
 
     def may_rerun(self, entry: Entry) -> bool:
         """Whether a claimed group may start again: what comes to be trained before it leaves room for it.

@@ -100,12 +100,8 @@ class Consumer:
         """
         state = self._state
         state.ledger.check_ack(step)
-        tasks = [
-            state.ledger.entries[uid].task
-            for leased, lease in state.ledger.leases.items()
-            if leased <= step
-            for uid in lease.uids
-        ]
+        entries, leases = state.ledger.entries, state.ledger.leases
+        tasks = [entries[uid].task for leased, lease in leases.items() if leased <= step for uid in lease.uids]
         state.progress.consumed_samples = add_counts(state.progress.consumed_samples, tasks)
         done = state.ledger.ack(step)
         state.limit = None
@@ -223,29 +219,32 @@ class Consumer:
     # -- assembling ----------------------------------------------------------------------------------------------
 
     async def _assemble(self, lease: Lease, repeated: bool) -> Batch:
-        state = self._state
-        held = {uid: state.buffer.storage.get(uid) for uid in lease.uids}
+        storage, entries = self._state.buffer.storage, self._state.ledger.entries
+        blobs = {uid: storage.blobs(uid) for uid in lease.uids}
+        absent = [uid for uid, held in blobs.items() if held is None]
+        if absent:
+            blobs.update(await self._read(absent))
+        groups = [self._group(lease.step, entries[uid], blobs[uid]) for uid in lease.uids]
+        return Batch(lease.step, groups, release=self.release, repeated=repeated)
+
+    async def _read(self, uids: list[int]) -> dict[int, list[bytes]]:
+        """Return the payloads of groups that lie, at least in part, in segments alone."""
+        assert self.reader is not None
+        reader, storage = self.reader, self._state.buffer.storage
+        held = {uid: storage.get(uid) for uid in uids}
         absent = [
             (uid, member, place)
             for uid, members in held.items()
             for member, (blob, place) in members.items()
             if blob is None and place is not None
         ]
-        read: dict[tuple[int, int], bytes] = {}
-        if absent:
-            assert self.reader is not None
-            reader = self.reader
-            read = await self._in_thread(lambda: reader.read_many(absent))
-        entries = state.ledger.entries
-        groups = [self._group(lease.step, entries[uid], held[uid], read) for uid in lease.uids]
-        return Batch(lease.step, groups, release=self.release, repeated=repeated)
+        read = await self._in_thread(lambda: reader.read_many(absent))
+        return {
+            uid: [read[uid, member] if blob is None else blob for member, (blob, _) in sorted(members.items())]
+            for uid, members in held.items()
+        }
 
-    def _group(self, step: int, entry: Entry, held: Any, read: dict[tuple[int, int], bytes]) -> Group:
-        if len(held) == 1 and not read:
-            blobs = [blob for blob, _ in held.values()]
-        else:
-            kept = [(member, held[member][0]) for member in sorted(held)]
-            blobs = [read[entry.uid, member] if blob is None else blob for member, blob in kept]
+    def _group(self, step: int, entry: Entry, blobs: list[bytes] | None) -> Group:
         if not blobs:
             raise Damaged(f"uid {entry.uid} is buffered, but no payload of it is known")
         least = floor(step, self._state.options.max_staleness) if self._state.masks else None

@@ -193,19 +193,19 @@ class Producer:
             return None
         return service.room()
 
-    def finished(self, job: Job, rollout: Rollout) -> None:
-        """Take in what a runner returned."""
+    def finished(self, job: Job, rollout: Rollout) -> bool:
+        """Take in what a runner returned. Returns whether more may be started now than before."""
         state = self._state
         entry = state.ledger.entries.get(job.item.uid)
         if entry is None or entry.life != job.life:
             if type(job) is EvaluationJob:  # the ledger knows nothing of it
                 self.evaluator.finished(job, rollout)
-            return
+            return True
         try:
             fault = check_rollout(rollout, job.item)
             if fault is not None:
                 self.failed(job, ValueError(f"{job.item}: {fault}"), "not finite")
-                return
+                return True
             oldest = rollout.oldest
             if oldest is None:  # what it went on from was made by older weights, perhaps
                 oldest = job.version if job._oldest is None else job._oldest
@@ -223,21 +223,22 @@ class Producer:
             )
             state.record(Interrupted(job.item.uid, job.member, job.attempt, "invalid"))
             state.fail(error)
-            return
+            return True
         if ages is not None:
             state.record(Aged(job.item.uid, job.member, ages))
         rejected = (
             job.task.filter is not None and not job.parked and self.filters.rejects(job.task, entry, (job.member, blob))
         )
-        self._take_in(job, rollout, blob, oldest, newest, rejected)
+        more = self._take_in(job, rollout, blob, oldest, newest, rejected)
         if job.task.group_timeout is not None and not entry.unsettled:
             self._deadlines.end(job.item.uid, job.life)
+        return more
 
-    def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> None:
+    def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> bool:
         state = self._state
         if job.parked:
             self._park(job, rollout, blob, oldest, newest)
-            return
+            return True
         segment, offset = state.keep(job.item.uid, job.member, job.life, blob)
         became = state.record(
             Finished(
@@ -259,12 +260,14 @@ class Producer:
         if became is not None:
             if state.learners:
                 state.teach(became)
-            state.expire_stale()
+            expired = state.expire_stale()
             state.changed.notify()
-        elif job.item.uid not in state.ledger.entries:  # rejected, or too few of it had finished
+            return expired or bool(state.learners) or state.mixing is not None
+        if job.item.uid not in state.ledger.entries:  # rejected, or too few of it had finished
             state.changed.notify()  # a waiting trainer may now see that nothing more comes
-        elif self._parking:  # perhaps this was the last member that others had been parked for
-            state.expire_stale()
+            return True
+        # Perhaps this was the last member that others had been parked for.
+        return self._parking and state.expire_stale()
 
     def _park(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int) -> None:
         state, self._parking = self._state, True

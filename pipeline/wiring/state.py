@@ -185,10 +185,13 @@ class RunState:
 
     # -- staleness -------------------------------------------------------------------------------------------
 
-    def expire_stale(self) -> None:
-        """Take groups out that are too old for the next batch: to be run again, or dropped after too many times."""
+    def expire_stale(self) -> bool:
+        """Take groups out that are too old for the next batch: to be run again, or dropped after too many times.
+
+        Returns whether there were any.
+        """
         if self.options.max_staleness is None:
-            return
+            return False
         least = floor(self.ledger.next_step, self.options.max_staleness)
         expired = [] if least is None else self.buffer.older_than(least)
         if least is not None and self.ledger.parked:
@@ -199,6 +202,7 @@ class RunState:
             self._expire(self.ledger.entries[uid], least or 0)
         if expired:
             self.count_absent()
+        return bool(expired)
 
     def _expire(self, entry: Entry, least: int) -> None:
         uid, options = entry.uid, self.options
