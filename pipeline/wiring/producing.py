@@ -262,7 +262,7 @@ class Producer:
                 state.teach(became)
             expired = state.expire_stale()
             state.changed.notify()
-            return expired or bool(state.learners) or state.mixing is not None
+            return expired
         if job.item.uid not in state.ledger.entries:  # rejected, or too few of it had finished
             state.changed.notify()  # a waiting trainer may now see that nothing more comes
             return True
