@@ -39,7 +39,10 @@ async def work(item, ctx):
 async def train(directory, die_at):
     tally = Tally()
     task = Task("count", source=SequenceSource([{"n": n} for n in range(ITEMS)]), run=work)
-    async with Pipeline(task, directory=directory, max_staleness=2, concurrency=16) as pipe:
+    # An item whose rollout became too old is run again as often as it takes: without max_rerolls= it is dropped, with a
+    # warning, after the third time.
+    options = {"max_staleness": 2, "max_rerolls": 1000, "concurrency": 16}
+    async with Pipeline(task, options, directory=directory) as pipe:
         pipe.attach(tally=tally)
         resumed = await pipe.resume()
         async with pipe.weight_update(version=resumed.version):

@@ -38,6 +38,8 @@ ROLLOUT_PARKED: Final = "rollout.parked"
 """debug. A member has run and waits for its reward. task, uid, member."""
 STALE_EXPIRED: Final = "stale.expired"
 """info. Finished groups were too old to be trained; run again, or dropped. count, oldest, version."""
+ITEM_EXPIRED: Final = "item.expired"
+"""warning. A group was too old again after ``max_rerolls`` and is given up. task, uid, index, rerolls."""
 
 BATCH_GIVEN: Final = "batch.given"
 """debug. A batch was handed to the trainer. step, groups, staleness_max, repeated, waited."""

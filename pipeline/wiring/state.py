@@ -210,6 +210,7 @@ class RunState:
         reason = "expired" if entry.made == self.ledger.incarnation else "outlived"
         spent = reason == "expired" and entry.rerolls >= options.max_rerolls
         if spent or (entry.kind == EXTERNAL and entry.content is None):  # a rollout alone cannot be run again
+            self.log.warning(events.ITEM_EXPIRED, task=entry.task, uid=uid, index=entry.index, rerolls=entry.rerolls)
             self.record(Dropped(uid, "expired"))
             return
         if uid in self.buffer:  # or else it is parked

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from pipeline import Batch, Context, Item, Pipeline, Reroll, Rollout
 from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting, train
@@ -308,14 +309,17 @@ class TestRunAgain:
             return Rollout(reward=0.0)
 
         options: dict[str, Any] = {"max_staleness": 1, "concurrency": 8, "max_rerolls": most}
-        async with inline_pipeline(task(200, run), staleness_policy=policy, **options) as pipe:
-            await pipe.start()
-            async for batch in pipe.batches(groups=1):
-                await anyio.sleep(10)
-                await update(pipe, batch)
-            totals = pipe.ledger.totals["numbers"]
-            assert (totals.dropped, totals.reopened, totals.trained) == ({"expired": 1}, most, 199)
+        with capture_logs() as logged:
+            async with inline_pipeline(task(200, run), staleness_policy=policy, **options) as pipe:
+                await pipe.start()
+                async for batch in pipe.batches(groups=1):
+                    await anyio.sleep(10)
+                    await update(pipe, batch)
+                totals = pipe.ledger.totals["numbers"]
+                assert (totals.dropped, totals.reopened, totals.trained) == ({"expired": 1}, most, 199)
         assert tries == list(range(1, most + 2))
+        told = [(line["log_level"], line["uid"], line["rerolls"]) for line in logged if line["event"] == "item.expired"]
+        assert told == [("warning", 0, most)]
 
     async def test_groups_of_a_task_that_the_run_no_longer_has_are_kept_when_they_are_too_old(
         self, run_directory: str
