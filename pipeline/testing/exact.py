@@ -13,7 +13,10 @@ import anyio
 
 from pipeline.buffer import Group
 from pipeline.pipeline import Pipeline
-from pipeline.testing.fakes import FakeTrainer, item_key
+from pipeline.records import Claimed, Inherited
+from pipeline.store.journal import read_journals
+from pipeline.store.layout import Layout
+from pipeline.testing.fakes import FakeTrainer, ItemKey, item_key
 from pipeline.testing.recording import Change, RecordingFiles, Replay, folder_in_memory
 
 
@@ -62,7 +65,8 @@ async def assert_exact_resume(
     to ``most`` cuts are made at every one of them, beyond that at a sample. With ``strategy="synchronous"`` and with
     ``order="strict"`` the batches before and after a cut must be those of the unbroken run, one by one and in order;
     otherwise restarted attempts end at other times, and what must be equal is the multiset of trained items, with every
-    bound kept.
+    bound kept; items that one of the runs dropped, and counted, are left out. A checkpoint whose ``committed()`` had
+    returned before the cut must be there after it.
 
     ::
 
@@ -86,13 +90,29 @@ async def assert_exact_resume(
     return await _cut_and_compare(make_pipeline, Script(groups, until, save_every, train_seconds, key), most, seed)
 
 
+class _Whole(NamedTuple):
+    """The run that was not cut."""
+
+    trainer: FakeTrainer
+    exact: bool
+    dropped: set[ItemKey]
+    committed: list[tuple[int, int]]
+    """After how many changes of the folder it was known that a checkpoint of which step is there."""
+
+    def promised(self, cut: int) -> int:
+        """Return the step that a run must resume from at least, if it was cut after so many changes."""
+        return max((step for changes, step in self.committed if changes <= cut), default=0)
+
+
 async def _cut_and_compare(make_pipeline: MakePipeline, script: Script, most: int, seed: int) -> Report:
     with folder_in_memory() as folder:
-        whole = os.path.join(folder, "whole")
-        files = RecordingFiles(whole)
-        pipe = make_pipeline(directory=whole, files=files, inline="eager", watchdog=None)
-        expected = await _run(pipe, script)
+        directory = os.path.join(folder, "whole")
+        files = RecordingFiles(directory)
+        pipe = make_pipeline(directory=directory, files=files, inline="eager", watchdog=None)
+        committed: list[tuple[int, int]] = []
+        trainer = await _run(pipe, script, on_saved=lambda step: committed.append((len(files.changes), step)))
         exact = pipe.options.strategy == "synchronous" or pipe.options.order == "strict"
+        whole = _Whole(trainer, exact, _dropped(pipe, directory), committed)
         changes = list(files.changes)
         cuts = _choose(len(changes), most, seed)
         replay = Replay(os.path.join(folder, "replay"))
@@ -102,7 +122,7 @@ async def _cut_and_compare(make_pipeline: MakePipeline, script: Script, most: in
             torn = _torn(changes, cut, random.Random(f"{seed}/{cut}"))
             if torn:
                 Replay(left).tear(changes[cut], torn)
-            await _check_cut(make_pipeline, left, script, expected, _Cut(cut, changes, seed, torn), exact)
+            await _check_cut(make_pipeline, left, script, whole, _Cut(cut, changes, seed, torn))
             shutil.rmtree(left)
     return Report(len(changes), len(cuts), exact)
 
@@ -133,13 +153,16 @@ def _choose(count: int, most: int, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(count + 1), most))
 
 
-async def _run(pipe: Pipeline, script: Script) -> FakeTrainer:
+async def _run(
+    pipe: Pipeline, script: Script, *, promised: int = 0, on_saved: Callable[[int], None] | None = None
+) -> FakeTrainer:
     """Train to the end as a script would: resume, publish the weights, start, and save now and then."""
-    trainer = FakeTrainer(script.key)
+    trainer = FakeTrainer(lambda group: (item_key(group), script.key(group)))
     async with pipe:
         pipe.attach(trainer=trainer)
         resumed = await pipe.resume()
         assert resumed.step == len(trainer.batches), f"resumed at step {resumed.step} with other weights"
+        assert resumed.step >= promised, f"resumed at step {resumed.step}; the checkpoint of {promised} was committed"
         async with pipe.weight_update(version=resumed.version):
             pass
         await pipe.start()
@@ -149,37 +172,56 @@ async def _run(pipe: Pipeline, script: Script) -> FakeTrainer:
                 pass
             await anyio.sleep(script.train_seconds)
             if batch.step % script.save_every == 0:
-                await pipe.save(batch.step)
+                await (await pipe.save(batch.step)).committed()
+                if on_saved is not None:
+                    on_saved(batch.step)
         pipe.ledger.check()
     bound = pipe.options.max_staleness
     assert bound is None or trainer.stalest <= bound, f"a batch was {trainer.stalest} steps stale, of {bound} allowed"
     return trainer
 
 
-async def _check_cut(
-    make_pipeline: MakePipeline, folder: str, script: Script, expected: FakeTrainer, cut: _Cut, exact: bool
-) -> None:
+async def _check_cut(make_pipeline: MakePipeline, folder: str, script: Script, whole: _Whole, cut: _Cut) -> None:
     pipe = make_pipeline(directory=folder, files=RecordingFiles(folder), inline=True, watchdog=None)
     try:
-        found = await _run(pipe, script)
+        found = await _run(pipe, script, promised=whole.promised(cut.after))
     except Exception as error:
         raise AssertionError(f"{cut}: the resumed run raised {error!r}") from error
-    if exact:
+    expected = whole.trainer
+    if whole.exact:
         for step, (want, got) in enumerate(zip(expected.batches, found.batches, strict=False), 1):
             assert want == got, f"{cut}: the batch of step {step} is {got}; in the unbroken run it is {want}"
         count, wanted = len(found.batches), len(expected.batches)
         assert count == wanted, f"{cut}: {count} steps were trained, and {wanted} in the unbroken run"
     elif script.until is None:
-        missing, extra = _difference(expected, found), _difference(found, expected)
-        dropped = sum(sum(totals.dropped.values()) for totals in pipe.ledger.totals.values())
-        assert not extra or dropped, f"{cut}: trained beyond the unbroken run: {extra}"
-        assert len(missing) <= dropped, f"{cut}: never trained, and not dropped: {missing}"
+        extra = _difference(found, expected, but=whole.dropped)
+        assert not extra, f"{cut}: trained beyond the unbroken run: {extra}"
+        missing = _difference(expected, found, but=_dropped(pipe, folder))
+        assert not missing, f"{cut}: never trained, and not dropped: {missing}"
     else:
-        twice = [key for key, count in Counter(map(str, found.groups)).items() if count > 1]
+        twice = [item for item, count in Counter(item for item, _ in found.groups).items() if count > 1]
         assert not twice, f"{cut}: trained twice: {twice}"
 
 
-def _difference(some: FakeTrainer, others: FakeTrainer) -> list[Any]:
-    """What ``some`` has trained more often than ``others``."""
+def _difference(some: FakeTrainer, others: FakeTrainer, *, but: set[ItemKey]) -> list[str]:
+    """What ``some`` has trained more often than ``others``, leaving items out that may be."""
     left = Counter(map(repr, some.groups)) - Counter(map(repr, others.groups))
+    for item, key in some.groups:
+        if item in but:
+            left.pop(repr((item, key)), None)
     return sorted(left.elements())
+
+
+def _dropped(pipe: Pipeline, directory: str) -> set[ItemKey]:
+    """Which items a run has dropped: its ledger knows their uids, and the journals what these were claimed for."""
+    layout = Layout(directory)
+    run = layout.read_run()
+    assert run is not None
+    items: dict[int, ItemKey] = {}
+    for logged in read_journals(layout, run_tag=run.tag):
+        match logged.event:
+            case Claimed() as claimed:
+                items[claimed.uid] = (claimed.task, claimed.epoch, claimed.index)
+            case Inherited() as inherited:
+                items.update((each.uid, (each.task, each.epoch, each.index)) for each in inherited.items)
+    return {item for uid, item in items.items() if pipe.ledger.state(uid) == "dropped"}

@@ -10,8 +10,13 @@ import msgspec
 import pytest
 
 from pipeline import Context, Item, Pipeline, Retry, Rollout, Task, ZeroVariance
+from pipeline.checkpoint.generations import Found, find_generations
+from pipeline.ledger import Entry
+from pipeline.store.layout import Layout
 from pipeline.testing import Numbers, assert_exact_resume
+from pipeline.wiring import resuming
 from pipeline.wiring.consuming import Consumer
+from pipeline.wiring.producing import Producer
 
 pytestmark = pytest.mark.virtual_time
 
@@ -102,3 +107,23 @@ class TestItFinds:
 
         with pytest.raises(AssertionError, match="beyond the unbroken run"):
             await assert_exact_resume(make, groups=3, most=20)
+
+    async def test_an_item_that_waits_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        requeue = Producer.requeue
+
+        def forgets(self: Producer, entry: Entry) -> None:
+            if entry.index != 4:
+                requeue(self, entry)
+
+        monkeypatch.setattr(Producer, "requeue", forgets)
+        with pytest.raises(AssertionError, match=r"never trained, and not dropped: \[\"\(\('\w+', 0, 4\)"):
+            await assert_exact_resume(lambda **how: Pipeline(tasks(), capacity=7, concurrency=3, **how), groups=3)
+
+    async def test_a_checkpoint_that_was_committed_and_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def all_but_the_newest(layout: Layout, run_id: str) -> Found:
+            found = find_generations(layout, run_id)
+            return found._replace(complete=found.complete[:-1] or found.complete)
+
+        monkeypatch.setattr(resuming, "find_generations", all_but_the_newest)
+        with pytest.raises(AssertionError, match=r"resumed at step \d+; the checkpoint of \d+ was committed"):
+            await assert_exact_resume(lambda **how: Pipeline(tasks(), capacity=7, keep=None, **how), groups=3)
