@@ -34,6 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "reroll": {"staleness_policy": "reroll"},
     "reroll, tail of 32": {"staleness_policy": Reroll(tail=GROUPS)},
     "mask": {"staleness_policy": "mask"},
+    "mask, oversample 2": {"staleness_policy": "mask", "oversample": 2},
 }
 _ASKED = dict(zip(SPREADS, (0.98, 0.95, 0.90), strict=True))  # of efficiency, with partial rollouts continued
 
@@ -99,11 +100,14 @@ def measure(name: str, spread: float, steps: int) -> Row:
     efficiency = steps * STEP / seconds
     asked = f"efficiency {efficiency:.2f}"
     limit = 1 / efficiency  # nothing is asked of the others: they are there to compare with
-    if name == "mask":
+    if name.startswith("mask"):
         limit, asked = 1 / _ASKED[spread], f"{asked} (asked, with partial rollouts continued: {_ASKED[spread]:.2f})"
     figures = {
         "tokens trained of generated": task.totals.trained_tokens / simulation.generated,
         "trained length of the source's": task.trained_length / task.source_length,
+        "with what is masked": (task.totals.trained_tokens + task.totals.masked_tokens)
+        / task.totals.trained_rollouts
+        / task.source_length,
         "stalest": float(simulation.stalest),
     }
     return Row(

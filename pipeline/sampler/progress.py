@@ -27,6 +27,8 @@ _WINDOW = (
     "produce_time_s",
 )
 
+_FLOATS = ("raw_rewards_sum", "produce_time_s")
+
 
 class Progress(msgspec.Struct, kw_only=True):
     """How far a run is. Per-task fields are keyed by task name."""
@@ -127,7 +129,7 @@ def rolled_back(progress: Progress, window_marks: dict[str, list[float]]) -> Pro
         progress: the live one; it is not changed.
         window_marks: lifetime totals as of now, from which the window will be counted.
     """
-    empty: dict[str, Any] = {name: {} for name in _WINDOW}
+    nothing: dict[str, Any] = {name: dict.fromkeys(window_marks, 0.0 if name in _FLOATS else 0) for name in _WINDOW}
     return msgspec.structs.replace(
         progress,
         producer_future_step=progress.next_consumer_step,
@@ -135,7 +137,7 @@ def rolled_back(progress: Progress, window_marks: dict[str, list[float]]) -> Pro
         target_upto_future_step=max(0, progress.next_consumer_step - 1),
         replay_buffer_saved=False,
         window_marks=window_marks,
-        **empty,
+        **nothing,
     )
 
 

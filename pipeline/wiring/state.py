@@ -265,7 +265,9 @@ class RunState:
         progress.raw_rewards_count = {name: int(each[5]) for name, each in window.items()}
         progress.produce_time_s = {name: each[6] for name, each in window.items()}
         progress.next_consumer_step = self.ledger.step + 1
-        ahead = self.ledger.outstanding // progress.batch_groups if progress.batch_groups else 0
+        # Batches that are made: what waits or runs is what producers work for now.
+        made = self.ledger.count(BUFFERED) + self.ledger.count(LEASED)
+        ahead = made // progress.batch_groups if progress.batch_groups else 0
         progress.producer_future_step = progress.next_consumer_step + ahead
         progress.model_step = self.version
         progress.replay_buffer_saved = True

@@ -105,7 +105,7 @@ class TestSavingWithoutTheBuffer:
         assert saved["next_consumer_step"] == saved["producer_future_step"] == 3
         assert saved["target_upto_future_step"] == 2
         assert saved["replay_buffer_saved"] is False
-        assert saved["produced_samples"] == saved["raw_rewards_sum"] == saved["produce_time_s"] == {}
+        assert saved["produced_samples"] == saved["raw_rewards_sum"] == saved["produce_time_s"] == {"numbers": 0}
         manifest = json.loads((generation(directory) / "manifest.json").read_text())
         assert list(manifest["left_out"]) == ["replay_buffer"]
         assert manifest["segments"] == []

@@ -81,3 +81,20 @@ def test_ctrl_c_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     summary = summary_of(*given, cwd=tmp_path)
     assert (summary["lost"], summary["trained_twice"], summary["kills"]) == (0, 0, [])
     assert summary["steps"] == 12
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigterm_saves_in_time_and_so_does_a_second_one(tmp_path: Path, times: int) -> None:
+    given = ("--steps", "8", "--no-kill", "--directory", "run")
+    process = start(*given, cwd=tmp_path)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "Step 5" in line:
+            break
+    for _ in range(times):
+        process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)  # what launchers grant
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in err
+    summary = summary_of(*given, cwd=tmp_path)
+    assert (summary["lost"], summary["trained_twice"], summary["findings"], summary["steps"]) == (0, 0, [], 8)

@@ -31,7 +31,7 @@ def test_a_small_run_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_small_simulation_of_every_staleness_policy_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["staleness", "--json", "--scale", "0.03"]) == 0
     rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert len(rows) == 27
+    assert len(rows) == 30
     for row in rows:
         assert row["ours"] >= 0.99, "no policy can be faster than a trainer that never waits"
         assert row["peers"]["stalest"] <= 2 or row["name"].startswith("mask")
