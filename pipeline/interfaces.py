@@ -55,9 +55,10 @@ class LearningSource(Source, Protocol):
             def feedback(self, index, reward):
                 self.solved[index] = reward
 
-    It is told once for each group that is finished, in an order that the journal keeps: after a resume it is told all
-    of it again, in that order, before anything is drawn. So its state needs no saving, if nothing but ``feedback``
-    changes it. What ``item`` gives may hang on it: the content of a claimed item is kept in the journal.
+    It is told once for each group that is finished, and of those that a filter then rejects as well, in an order that
+    the journal keeps: after a resume it is told all of it again, in that order, before anything is drawn. So its state
+    needs no saving, if nothing but ``feedback`` changes it. What ``item`` gives may hang on it: the content of an item
+    that was claimed is kept in the journal.
     """
 
     def feedback(self, index: int, reward: float, /) -> Any:

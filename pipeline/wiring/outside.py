@@ -65,6 +65,7 @@ class Outside:
         if became is not None:
             self._became_buffered(became)
         elif rejected:
+            state.teach(entry)
             self._changed()
 
     def discard(self, uid: int) -> None:

@@ -230,6 +230,8 @@ class Producer:
             job.task.filter is not None and not job.parked and self.filters.rejects(job.task, entry, (job.member, blob))
         )
         more = self._take_in(job, rollout, blob, oldest, newest, rejected)
+        if rejected and state.learners:
+            state.teach(entry)  # that it teaches the weights nothing may teach the source much
         if job.task.group_timeout is not None and not entry.unsettled:
             self._deadlines.end(job.item.uid, job.life)
         return more
@@ -326,8 +328,8 @@ class Producer:
             stop = RolloutFailed(f"{job.item}, member {job.member}, attempt {job.attempt}: {text}")
             stop.__cause__ = error
             state.fail(stop)
-        if became is not None:
-            state.teach(became)
+        if became is not None or rejected:
+            state.teach(entry)
         if final:
             state.expire_stale()  # the last member may have given up, and the group be whole without it
             if job.task.group_timeout is not None and not entry.unsettled:
@@ -348,8 +350,8 @@ class Producer:
         for member in [place for place, status in enumerate(entry.members) if status == PENDING]:
             rejected = self.filters.rejects(task, entry)
             became = state.record(Failed(uid, member, entry.attempts[member], GROUP_TIMEOUT, text, True, 0.0, rejected))
-            if became is not None:
-                state.teach(became)
+            if became is not None or rejected:
+                state.teach(entry)
         assert self._slots is not None
         self._slots.cut_group(uid)
         state.expire_stale()

@@ -228,7 +228,7 @@ class RunState:
             self.on_expired(entry)
 
     def teach(self, entry: Entry) -> None:
-        """Tell the source of a group that became buffered what it came to, if it learns from that."""
+        """Tell the source of a group that has finished what it came to, if it learns from that."""
         if entry.task not in self.learners or entry.kind == EXTERNAL:
             return
         value = entry.rewards / entry.members.count(FINISHED)

@@ -17,6 +17,7 @@ from pipeline import (
     LearningSource,
     Pipeline,
     Rollout,
+    Skip,
     SourceMark,
     Stream,
     Task,
@@ -283,6 +284,38 @@ class TestFeedback:
             assert len([batch async for batch in pipe.batches(groups=4)]) == 3
         assert sorted(pool.told) == sorted([(0, 0.5), (1, 1.5), (2, 0.5), (3, 1.5)] * 3)
         assert sorted(set(SEEN)) == [10 * n + level for n in range(4) for level in range(3)]
+
+    @pytest.mark.parametrize("how", ["finished", "failed", "late", "rewarded"])
+    async def test_it_is_told_of_groups_that_a_filter_rejects(self, how: str, run_directory: str) -> None:
+        async def run(item: Item, ctx: Context) -> Rollout:
+            if how == "failed" and ctx.member == 1:
+                raise ValueError("x")
+            if how == "late" and ctx.member == 1:
+                await anyio.sleep_forever()
+            if how == "rewarded":
+                ctx.park()
+            return Rollout(reward=float(item["n"]))
+
+        def rejects_all(rollouts: Any) -> bool:
+            return False
+
+        policy: dict[str, Any] = {"filter": rejects_all, "group_size": 2, "min_group": 1, "on_failure": Skip()}
+        given = {**policy, "run": run, "group_timeout": 2.0}
+        pool, again = Pool(2), Pool(2)
+        async with self.make(pool, run_directory, **given) as pipe:
+            await begin(pipe)
+            if how == "rewarded":
+                await anyio.sleep(1)
+                for uid in sorted(pipe.ledger.parked)[:2]:
+                    await pipe.reward(uid, float(uid), 0)
+                    await pipe.reward(uid, float(uid), 1)
+            await anyio.sleep(3)
+            told, dropped = list(pool.told), pipe.ledger.totals["pool"].dropped["filtered"]
+            assert told[:2] == [(0, 0.0), (1, 1.0)]
+            assert len(told) == dropped
+        async with self.make(again, run_directory, **given) as pipe:
+            await pipe.resume()
+        assert again.told == told
 
     async def test_it_is_told_of_parked_groups_with_the_given_rewards_and_of_nothing_by_hand(self) -> None:
         async def run(item: Item, ctx: Context) -> Rollout:
