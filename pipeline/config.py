@@ -221,7 +221,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     max_rerolls: int = 3
     """How often a group that became too old is run again; then it is dropped as expired."""
     max_deaths: int = 3
-    """Unplanned deaths of the process with an item in flight, past which the item is quarantined."""
+    """Unplanned deaths of the process with an item in flight, past which the item is quarantined. A group that has
+    finished since, and is run again because it became too old, begins at 0."""
     evaluation_share: float = 0.25
     """How much of ``concurrency`` evaluations may take from the training at most; one slot always."""
     seed: int = 0

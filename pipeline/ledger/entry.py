@@ -84,6 +84,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     def reopen(self, event: Reopened) -> None:
         """Begin anew: the members that ``event`` names, or all."""
         self.life += 1
+        self.deaths = 0  # it had finished, so none of its members is what kills the process
         self.rerolls += event.reason == "expired"
         if event.members:
             for member in event.members:
@@ -176,7 +177,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             self.attempts,
             self.life + anew,
             self.interruptions,
-            self.deaths,
+            self.deaths if self.unsettled or not anew else 0,
             self.rerolls,
             0 if anew else self.order,
             None if anew else self.oldest,

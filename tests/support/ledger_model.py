@@ -198,7 +198,7 @@ class Model:
             item.ages.pop(member, None)
             item.scores.pop(member, None)
         item.given = {member: reward for member, reward in item.given.items() if member in item.scores}
-        item.order, item.running = None, False
+        item.order, item.running, item.deaths = None, False, 0
         if item.results:
             item.effective = min(item.versions)
         self._count(item.task, reopened=1)

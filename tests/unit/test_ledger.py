@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.ledger import BUFFERED, Ledger, recover
+from pipeline.ledger import BUFFERED, Entry, Ledger, recover
 from pipeline.records import (
     AnyEvent,
     Claimed,
@@ -169,3 +169,16 @@ def test_a_member_given_up_before_it_was_started_was_not_in_flight() -> None:
     became = ledger.apply(Finished(0, 1, 1, 1.0, 0, 0))
     assert became is not None
     assert (became.in_flight, became.unsettled, ledger.state(0)) == (0, 0, "buffered")
+
+
+def test_an_item_that_has_finished_since_is_no_suspect() -> None:
+    ledger = ledger_of(Opened(1), Claimed(0, "a", 0, 0, 0), Started(0), Opened(2), Started(0, 0, 2), Opened(3))
+    entry = ledger.entries[0]
+    assert entry.deaths == Entry.held(entry.hold(anew=True)).deaths == 2
+    ledger.apply(Started(0, 0, 3))
+    ledger.apply(Finished(0, 0, 3, 1.0, 0, 0))
+    assert (Entry.held(entry.hold()).deaths, Entry.held(entry.hold(anew=True)).deaths) == (2, 0)
+    ledger.apply(Reopened(0, "outlived"))
+    ledger.apply(Started(0, 0, 4))
+    ledger.apply(Opened(4))
+    assert entry.deaths == 1
