@@ -176,7 +176,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     concurrency: int = 64
     """Attempts in flight at once."""
     max_staleness: int | None = None
-    """Most steps that may have been trained since the oldest weights of a rollout. None: any."""
+    """Most steps that may have been trained since the oldest weights of a rollout: one of version v may be in the batch
+    of step s while ``(s - 1) - v <= max_staleness``. None: any."""
     batch_groups: int | None = None
     """Groups of a batch, if that is known beforehand. Left out, the first ``get_batch`` tells; until then a run with
     ``max_staleness`` starts nothing, because it cannot know how far ahead is too far."""
