@@ -7,8 +7,9 @@ from typing import Any
 
 from pipeline.buffer.partials import Partials
 from pipeline.ledger import Ledger
-from pipeline.records import Location, Opened
+from pipeline.records import Location, Opened, PartSaved
 from pipeline.sampler import DrawPlan, Sampler
+from pipeline.store.codec import read_header
 from pipeline.store.segments import PayloadReader, Place
 from pipeline.store.service import RunBlocking, WriterService
 from pipeline.wiring.evaluations import Evaluations
@@ -54,8 +55,24 @@ def _chunks(places: Mapping[int, Mapping[int, Location]]) -> Iterator[list[Place
         yield chunk
 
 
+def place_parts(partials: Partials, writer: WriterService, lives: Mapping[int, int]) -> list[PartSaved]:
+    """Queue what attempts had kept, to be written into the writer's segments; return the events that say so."""
+    events = []
+    for uid, member, part in partials.items():
+        assert part.blob is not None  # recovery has read it
+        at = writer.writer.place(part.blob, uid, member, lives[uid])
+        newest = read_header(part.blob, f"partial of uid {uid}").newest
+        events.append(PartSaved(uid, member, part.attempt, part.oldest, newest, at.segment, at.offset, len(part.blob)))
+    return events
+
+
 def forked(
-    recovered: Recovered, opened: Opened, plans: list[DrawPlan], seed: int, places: dict[int, dict[int, Location]]
+    recovered: Recovered,
+    opened: Opened,
+    plans: list[DrawPlan],
+    seed: int,
+    places: dict[int, dict[int, Location]],
+    parts: list[PartSaved],
 ) -> Recovered:
     """Return what was recovered as the new run's own recovery will find it."""
     before = recovered.ledger
@@ -68,7 +85,16 @@ def forked(
     for told in recovered.sampler.untold():
         sampler.apply(told)
     ledger.restore(half)
+    partials = Partials()
+    for part in parts:
+        kept = recovered.partials.get(part.uid, part.member)
+        partials.apply(opened.incarnation, opened.rank, part, kept.blob if kept is not None else None)
     recovered = recovered._replace(ledger=ledger, sampler=sampler, places=places, inherited=inherited)
     return recovered._replace(
-        positions=[], set_aside=0, partials=Partials(), evaluations=Evaluations(), feedback=sampler.untold()
+        positions=[],
+        set_aside=0,
+        partials=partials,
+        evaluations=Evaluations(),
+        feedback=sampler.untold(),
+        parts=parts,
     )

@@ -18,7 +18,7 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
 from pipeline.ledger import BUFFERED, LEASED, PARKED, ConsumerHalf, Lease, Ledger
-from pipeline.records import BatchHint, Claimed, Feedback, Inherited, Location, Opened
+from pipeline.records import BatchHint, Claimed, Feedback, Inherited, Location, Opened, PartSaved
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
 from pipeline.store.journal import JournalPosition, Logged, read_journal, read_journals
@@ -55,6 +55,8 @@ class Recovered(NamedTuple):
     """What the new incarnation's journal holds next, where no journal was folded."""
     feedback: Sequence[Feedback] = ()
     """And after that: what sources that learn had been told."""
+    parts: Sequence[PartSaved] = ()
+    """And what attempts of a run that was forked had kept."""
 
 
 def recover_run(

@@ -36,7 +36,7 @@ from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.folder import RunFolder
-from pipeline.wiring.forking import copy_payloads, forked
+from pipeline.wiring.forking import copy_payloads, forked, place_parts
 from pipeline.wiring.outside import Outside, StreamFeed
 from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.producing import Producer
@@ -255,6 +255,8 @@ class Run:
             writer.writer.append(found.recovered.inherited)
             for told in found.recovered.feedback:
                 writer.writer.append(told)
+            for part in found.recovered.parts:
+                writer.writer.append(part)
         settle(state, restart)
         await self._load_for_filters()
         self.producer.requeue_all()
@@ -297,8 +299,10 @@ class Run:
         before, reader = found.recovered, PayloadReader(found.origin.layout, found.origin.tag)
         lives = {uid: entry.life for uid, entry in before.ledger.entries.items()}
         places = await copy_payloads(reader, writer, before.places, lives, self.in_thread)
+        parts = place_parts(before.partials, writer, lives)
+        await writer.flush()
         plans, seed = list(self.state.plans.values()), self.options.seed
-        return msgspec.structs.replace(found, recovered=forked(before, found.opened, plans, seed, places))
+        return msgspec.structs.replace(found, recovered=forked(before, found.opened, plans, seed, places, parts))
 
     async def _open_writer(self, opened: Opened, *, apply: bool) -> WriterService:
         """Begin this incarnation's journal. Its first event was folded already when ``apply`` is false."""

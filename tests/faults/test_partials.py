@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import anyio
 import pytest
 
 from pipeline import ConfigError, Context, Item, Pipeline, Retry, Rollout, RolloutInvalid, Task
-from tests.support.crashes import Trained, crashed_copy, finish, inline_pipeline, train
+from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, train
 from tests.support.runs import numbers, pipeline
 
 pytestmark = pytest.mark.virtual_time
@@ -277,3 +278,24 @@ async def test_an_attempt_that_is_over_keeps_nothing() -> None:
 async def test_without_a_run_nothing_is_kept() -> None:
     rollout = await Pipeline.try_one(task(Writer(), 1))
     assert rollout["versions"] == [0] * TOKENS
+
+
+async def test_a_fork_goes_on_where_the_attempts_were_and_so_does_what_is_resumed_of_it(tmp_path: Path) -> None:
+    run = Writer()
+    source, target = str(tmp_path / "a"), str(tmp_path / "b")
+    async with inline_pipeline(task(run), directory=source) as pipe:
+        await begin(pipe)
+        await anyio.sleep(2.5)
+        copy = crashed_copy(source, tmp_path / "copy")
+    run.made.clear()
+    async with inline_pipeline(task(run), directory=target) as pipe:
+        resumed = await pipe.resume(from_=copy)
+        assert resumed.waiting == 4
+        assert len(pipe._run.state.partials) == 4
+        forked = crashed_copy(target, tmp_path / "forked")
+    shutil.rmtree(copy)
+    async with inline_pipeline(task(run), directory=forked) as pipe:
+        await begin(pipe)
+        batch = await pipe.get_batch(4)
+        assert [rollout["versions"].tolist() for rollout in batch.rollouts] == [[0] * TOKENS] * 4
+    assert set(run.made.values()) == {TOKENS - 2}
