@@ -14,7 +14,7 @@ import anyio
 
 from pipeline import Batch, EndOfSource, Pipeline
 from pipeline.checkpoint.generations import find_generations
-from pipeline.ledger import PENDING, Ledger
+from pipeline.ledger import IN_FLIGHT, PENDING, Ledger
 from pipeline.sampler import DrawPlan
 from pipeline.store.journal import read_journals
 from pipeline.store.layout import Layout
@@ -110,8 +110,9 @@ class _Play:
 
     async def _train(self, pipe: Pipeline, trainer: FakeTrainer, chance: random.Random) -> None:
         bound = pipe.options.max_staleness
-        released = 0
+        released, begun_with = 0, len(pipe.ledger.entries)
         async for batch in self._batches(pipe, chance):
+            self._check_memory(pipe, begun_with)
             if released < 3 and chance.random() < 0.1:
                 released += 1
                 batch.release()
@@ -164,6 +165,20 @@ class _Play:
                 continue
 
     # -- what must hold --------------------------------------------------------------------------------------------
+
+    def _check_memory(self, pipe: Pipeline, begun_with: int) -> None:
+        """What is held is bounded by the options, whatever happens, and belongs to an item that has not ended."""
+        state, options = pipe._run.state, pipe.options
+        entries, staleness = state.ledger.entries, options.max_staleness
+        ahead = options.capacity or (2 if staleness is None else staleness + 1) * GROUPS
+        # Beside what may be begun: what oversampling adds, two batches that are out, and a tail that gathers.
+        most = max(begun_with, ahead) + 4 * GROUPS
+        assert len(entries) <= most, f"{len(entries)} items are held, of {most} at the most"
+        held = {uid for uid in entries if uid in state.buffer.storage}
+        assert len(state.buffer.storage) == len(held), "payloads are held of items that have ended"
+        kept = {(uid, member) for uid, member, _ in state.partials.items()}
+        going = {(uid, m) for uid, entry in entries.items() for m, now in enumerate(entry.members) if now <= IN_FLIGHT}
+        assert kept <= going, f"partial rollouts are kept of members that have ended: {sorted(kept - going)}"
 
     def _check_end(self, pipe: Pipeline, trainer: FakeTrainer) -> None:
         state = pipe._run.state
