@@ -207,8 +207,9 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     alone; or ``Reroll(tail=n)``. ``mask``: the tensor ``versions`` of a rollout says which weights made each token, and
     those that are too old are masked; a group is dropped as above when nothing of it is left."""
     durability: Durability = "kill"
-    """``none``: written at a save. ``kill``: written as it comes. ``power``: as ``kill`` so far: every generation is
-    synced, what comes between generations is not (``docs/durability.md``)."""
+    """``none``: written at a save. ``kill``: written as it comes, so a killed process loses next to nothing. ``power``:
+    synced as well, within a second or 64 MB of being written, so a loss of power takes no more than that
+    (``docs/durability.md``)."""
     write_queue_bytes: int = 256 << 20
     """Bytes that may wait to be written before producers wait."""
     segment_bytes: int = 64 << 20

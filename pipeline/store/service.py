@@ -26,18 +26,19 @@ RunBlocking = Callable[[Callable[[], T]], Awaitable[T]]
 class WriterService:
     """Drives a writer from the event loop."""
 
-    def __init__(self, writer: StoreWriter, *, inline: bool = False, eager: bool = False) -> None:
+    def __init__(self, writer: StoreWriter, *, synced: bool = False, inline: bool = False, eager: bool = False) -> None:
         """Args:
         writer: what to drive.
+        synced: what is written survives a loss of power, as far as :meth:`keep_synced` runs; what is closed does.
         inline: write on the loop itself. For tests on a virtual clock, which leaps while a thread is busy.
         eager: and each event at once, in a record of its own: for tests that cut the run at every event.
         """
         self.writer = writer
-        self._inline, self._eager = inline, eager
+        self._synced, self._inline, self._eager = synced, inline, eager
         self._threads = anyio.CapacityLimiter(1)
         self._lock = anyio.Lock(fast_acquire=True)
         self._parked: anyio.Event | None = None
-        self._room = Signal()
+        self._room, self._wrote = Signal(), Signal()
         self._in_files = threading.Lock()
         self._taken: deque[WriteBatch] = deque()
         self._written: deque[WriteBatch] = deque()
@@ -48,6 +49,7 @@ class WriterService:
             self._taken.append(self.writer.take())
             self._write_taken()
             self.writer.done(self._written.popleft())
+            self._wrote.notify()
             return
         if self._parked is not None:
             self._parked.set()
@@ -64,6 +66,26 @@ class WriterService:
                 self._parked = anyio.Event()
                 await self._parked.wait()
             await self.flush()
+
+    async def keep_synced(self, *, seconds: float = 1.0, most: int = 64 << 20) -> NoReturn:
+        """Sync what has been written, at the latest ``seconds`` after that and after ``most`` bytes; for ever.
+
+        Raises:
+            WriteFailed: something could not be synced.
+        """
+        writer = self.writer
+        while True:
+            await self._wrote.wait_for(lambda: writer.unsynced_bytes)
+            with anyio.move_on_after(seconds):
+                await self._wrote.wait_for(lambda: writer.unsynced_bytes >= most)
+            if writer.unsynced_bytes:  # a generation may have done it meanwhile
+                await self._sync_written()
+
+    async def _sync_written(self) -> tuple[JournalPosition, list[SegmentInfo]]:
+        async with self._lock:
+            with anyio.CancelScope(shield=True):
+                synced = await self._blocking(self.writer.sync)
+        return synced
 
     async def room(self) -> None:
         """Wait until the queue has room: back-pressure for producers."""
@@ -87,6 +109,7 @@ class WriterService:
                     while self._written:
                         self.writer.done(self._written.popleft())
                     self._room.notify()
+                    self._wrote.notify()
         except BaseException:
             self.notify()
             raise
@@ -102,16 +125,15 @@ class WriterService:
     async def sync(self) -> tuple[JournalPosition, list[SegmentInfo]]:
         """Write everything queued and make it survive a loss of power."""
         await self.flush()
-        async with self._lock:
-            with anyio.CancelScope(shield=True):
-                synced = await self._blocking(self.writer.sync)
-        return synced
+        return await self._sync_written()
 
     async def close(self) -> None:
         """Write what is queued, seal the segment and close the files; call it shielded."""
         try:
             if self.writer.error is None:
                 await self.flush()
+            if self._synced and self.writer.error is None and self.writer.unsynced_bytes:
+                await self._sync_written()
         finally:
             async with self._lock:
                 await self._blocking(self.writer.close)

@@ -75,6 +75,8 @@ class StoreWriter:
         # The writing side.
         self.written = 0
         self.journal_bytes = 0
+        self.unsynced_bytes = 0
+        """Bytes that were written since the last sync. The loop may look at it at any time."""
         self._open_segment = 0
         self._entries: list[SegmentEntry] = []
         self._segments: dict[int, SegmentInfo] = {}
@@ -161,7 +163,9 @@ class StoreWriter:
             if batch.events:
                 payload = encode_events(batch.events)
                 frame = self._frame(EVENTS, payload, batch.first, len(batch.events))
-                self.journal_bytes += self._files.write(self._journal, frame)
+                added = self._files.write(self._journal, frame)
+                self.journal_bytes += added
+                self.unsynced_bytes += added
                 self.written = batch.first + len(batch.events) - 1
         except Exception as error:  # also an event that cannot be encoded: a journal with a gap could not be read
             raise self._failed("write", error) from error
@@ -183,6 +187,7 @@ class StoreWriter:
             for folder in sorted(self._unsynced_folders):
                 self._files.sync_directory(folder)
             self._unsynced_folders.clear()
+            self.unsynced_bytes = 0
             position = JournalPosition(
                 incarnation=self.incarnation, rank=self.rank, sequence=self.written, bytes=self.journal_bytes
             )
@@ -234,6 +239,7 @@ class StoreWriter:
             written = self._files.write(self._segment_handle, chunks)
             before = self._segments[self._open_segment]
             self._segments[self._open_segment] = msgspec.structs.replace(before, bytes=before.bytes + written)
+            self.unsynced_bytes += written
 
     def _next_segment(self, number: int) -> None:
         if self._segment_handle >= 0:

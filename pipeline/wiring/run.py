@@ -320,13 +320,16 @@ class Run:
                 queue_bytes=options.write_queue_bytes,
             )
         )
-        self.state.writer = WriterService(writer, inline=self._inline, eager=self._eager)
+        synced = options.durability == "power"
+        self.state.writer = WriterService(writer, synced=synced, inline=self._inline, eager=self._eager)
         self.state.writing = options.durability != "none"
         writer.append(opened)
         if apply:
             self.state.apply(opened)
         if self.state.writing:
             self._group.start_soon(self.state.writer.run, name="forebay writer")
+        if synced:
+            self._group.start_soon(self.state.writer.keep_synced, name="forebay syncing")
         self.state.log.info(events.RUN_OPENED, directory=options.directory, generation=opened.generation)
         return self.state.writer
 
