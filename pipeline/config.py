@@ -231,6 +231,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """Decides the order of items and every random stream of the run."""
     keep: int | None = 3
     """Generations kept, counted by distinct steps. None: all."""
+    keep_every: int | None = None
+    """Beside those, the newest generation of every step that this divides stays for good."""
     watchdog: float | None = 0.1
     """Seconds after which whoever holds the event loop is named in the log. None: off."""
     rank: int = 0
@@ -253,7 +255,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         for option in ("max_deaths", "max_rerolls", "rank"):
             self._at_least(option, 0)
         self._at_least("max_staleness", 0, none_ok=True)
-        for option in ("capacity", "keep", "batch_groups"):
+        for option in ("capacity", "keep", "keep_every", "batch_groups"):
             self._at_least(option, 1, none_ok=True)
         if self.capacity is not None and self.batch_groups is not None and self.batch_groups > self.capacity:
             raise ConfigError(

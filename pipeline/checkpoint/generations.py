@@ -229,10 +229,13 @@ class GenerationWriter:
         return target
 
 
-def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], keep: int | None) -> list[int]:
+def retire(
+    layout: Layout, files: FilesLike, found: Iterable[Stored], keep: int | None, keep_every: int | None = None
+) -> list[int]:
     """Remove generations beyond the newest ``keep`` distinct steps, and what crashes left over. Blocks.
 
-    The newest complete generation always stays. Manifests go first, so that a half removed one does not exist.
+    The newest complete generation always stays, and the newest one of each step that ``keep_every`` divides. Manifests
+    go first, so that a half removed one does not exist.
 
     Returns:
         The numbers of the generations that were removed.
@@ -241,6 +244,8 @@ def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], keep: int 
     newest_of_step = {each.manifest.step: each.manifest.generation for each in stored}
     kept_steps = sorted(newest_of_step, key=lambda step: newest_of_step[step])[-keep:] if keep else list(newest_of_step)
     kept = {newest_of_step[step] for step in kept_steps} | {each.manifest.generation for each in stored[-1:]}
+    if keep_every is not None:
+        kept |= {number for step, number in newest_of_step.items() if step % keep_every == 0}
     gone = []
     if keep is not None:
         for each in stored:

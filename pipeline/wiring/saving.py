@@ -238,7 +238,8 @@ class Saver:
     def _retire(self, run_id: str) -> None:
         try:
             found = find_generations(self._layout, run_id)
-            for number in retire(self._layout, self._files, found.complete, self._state.options.keep):
+            options = self._state.options
+            for number in retire(self._layout, self._files, found.complete, options.keep, options.keep_every):
                 self._state.log.debug(events.GENERATION_REMOVED, generation=number)
         except OSError as error:
             # The new generation is committed; the next one tries to remove them again.

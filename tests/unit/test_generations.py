@@ -153,6 +153,16 @@ class TestRetention:
         assert sorted(gone + kept) == list(range(len(steps)))
         assert sorted(map(int, os.listdir(layout.generations))) == kept
 
+    @pytest.mark.parametrize(("keep", "every", "left"), [(1, 3, [1, 4, 7, 9]), (2, 4, [1, 5, 8, 9]), (None, 2, None)])
+    def test_every_so_many_steps_one_is_kept_for_good(
+        self, run: tuple[Layout, RunFile], keep: int | None, every: int, left: list[int] | None
+    ) -> None:
+        layout, marker = run
+        for number, step in enumerate((0, 0, 1, 2, 3, 4, 5, 6, 8, 7)):  # of step 0 there are two
+            commit(layout, marker, number, step)
+        retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, keep, every)
+        assert [number for number, _ in numbers(layout, marker)] == (list(range(10)) if left is None else left)
+
     def test_keep_compares_numbers(self, run: tuple[Layout, RunFile]) -> None:
         """CASES 43: keep=2 of 500, 2500, 900000, 100000 keeps 100000 and 900000."""
         layout, marker = run

@@ -30,6 +30,7 @@ PIPELINE: dict[str, list[Any]] = {
     "max_deaths": [*NO_COUNT[1:], None],
     "seed": [2**63, -(2**63) - 1, 1.5, math.nan, "0", None, True],
     "keep": NO_COUNT,
+    "keep_every": NO_COUNT,
     "watchdog": [0, *NO_NUMBER],
     "rank": [*NO_COUNT[1:], None],
     "oversample": [0, 0.5, *NO_NUMBER, None],
