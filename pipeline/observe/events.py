@@ -68,6 +68,8 @@ SHARE_CHANGED: Final = "share.changed"
 """info. A task has another share of the draws. task, before, after, by (``set_share``, or ``task`` at a resume)."""
 JOURNAL_TORN: Final = "journal.torn"
 """warning. A journal ends in a broken record, as a crash leaves it. file, offset, bytes."""
+JOURNAL_UNWRITTEN: Final = "journal.unwritten"
+"""warning. A journal names a payload that the disk never got, and ends before that. file, last, uid, member."""
 
 SOURCE_CHANGED: Final = "source.changed"
 """warning. A source grew, or rows of it were corrected. task, before, after."""

@@ -13,7 +13,7 @@ import msgspec
 
 from pipeline.errors import Damaged, NewerFormat
 from pipeline.records import AnyEvent
-from pipeline.store.frames import EVENTS, scan
+from pipeline.store.frames import EVENTS, SYNCED, Frame, scan
 from pipeline.store.layout import JournalName, Layout
 
 encode_events = msgspec.msgpack.Encoder().encode
@@ -45,9 +45,21 @@ class JournalPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_journal(
-    name: JournalName, *, run_tag: int, promised: int = 0, ended: EndHook | None = None
+    name: JournalName,
+    *,
+    run_tag: int,
+    promised: int = 0,
+    ended: EndHook | None = None,
+    synced: Callable[[int], None] | None = None,
 ) -> Iterator[Logged]:
     """Yield the events of one journal, up to a torn end.
+
+    Args:
+        name: the journal.
+        run_tag: the run's tag.
+        promised: how long the file must be at the least.
+        ended: told where the journal ends.
+        synced: told at each mark up to which event everything survives a loss of power.
 
     Raises:
         Damaged: a record that was promised to be there is not.
@@ -63,29 +75,34 @@ def read_journal(
 
     for frame in scan(name.path, run_tag=run_tag, promised=promised, ended=at_end):
         if frame.header.kind != EVENTS:
+            if frame.header.kind == SYNCED and synced is not None:
+                synced(frame.header.sequence)
             continue
-        at = f"{name.path} at byte {frame.offset}"
-        if (frame.header.incarnation, frame.header.rank) != (name.incarnation, name.rank):
-            raise Damaged(
-                f"{at}: the record is of incarnation {frame.header.incarnation}, rank {frame.header.rank}; "
-                f"the file's name says {name.incarnation}, {name.rank}. Give the file its old name back."
-            )
-        try:
-            events = _decode_events(frame.payload)
-        except msgspec.ValidationError as error:
-            raise NewerFormat(
-                f"{at}: holds an event unknown to this version ({error}). Install a newer forebay."
-            ) from None
-        except msgspec.DecodeError as error:
-            raise Damaged(f"{at}: the events cannot be decoded ({error})") from None
-        if frame.header.sequence != expected:
-            raise Damaged(f"{at}: event {frame.header.sequence} follows, but {expected} was expected")
-        for event in events:
+        for event in _events(frame, name, expected):
             yield Logged(name.incarnation, name.rank, expected, event)
             expected += 1
     if ended is not None:
         position = JournalPosition(incarnation=name.incarnation, rank=name.rank, sequence=expected - 1, bytes=end)
         ended(position, name.path, torn)
+
+
+def _events(frame: Frame, name: JournalName, expected: int) -> list[AnyEvent]:
+    """Return the events of a frame, the first of which must have the number ``expected``."""
+    at = f"{name.path} at byte {frame.offset}"
+    if (frame.header.incarnation, frame.header.rank) != (name.incarnation, name.rank):
+        raise Damaged(
+            f"{at}: the record is of incarnation {frame.header.incarnation}, rank {frame.header.rank}; "
+            f"the file's name says {name.incarnation}, {name.rank}. Give the file its old name back."
+        )
+    try:
+        events = _decode_events(frame.payload)
+    except msgspec.ValidationError as error:
+        raise NewerFormat(f"{at}: holds an event unknown to this version ({error}). Install a newer forebay.") from None
+    except msgspec.DecodeError as error:
+        raise Damaged(f"{at}: the events cannot be decoded ({error})") from None
+    if frame.header.sequence != expected:
+        raise Damaged(f"{at}: event {frame.header.sequence} follows, but {expected} was expected")
+    return events
 
 
 def read_journals(

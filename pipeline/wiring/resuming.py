@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from pipeline.store.layout import Layout
 from pipeline.wiring.lines import find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
+from pipeline.wiring.tails import cut_off, unwritten_tails
 
 _MATTERS = ("batch_groups", "capacity", "max_staleness", "order", "partial", "selector", "strategy")
 """Options of the run whose change is worth a word: what batches are made of hangs on them."""
@@ -47,7 +49,8 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     changed: dict[str, str] = {}
     """What is not as it was saved: ``{"tasks.math.share": "1.0 -> 3.0"}``. It is honoured from the next draw."""
     set_aside: int = 0
-    """Events of after the generation that do not count, by ``after_crash="discard"`` or for want of the buffer."""
+    """Events of after the generation that do not count: by ``after_crash="discard"``, for want of the buffer, or as
+    the power went before their payloads were on the disk."""
 
 
 class Origin(NamedTuple):
@@ -101,17 +104,29 @@ def find_to_resume(state: RunState, origin: Origin, step: int | None, attached: 
         opened = msgspec.structs.replace(opened, generation=-1, parent=-1, origin=name)
     else:
         opened = msgspec.structs.replace(opened, discarded=line.discarded)
-    recovered = recover_run(
+    recover = partial(
+        recover_run,
         layout,
         stored,
         list(state.plans.values()),
         run_tag=origin.tag,
         seed=state.options.seed,
-        opened=opened,
-        line=line,
         attached=attached,
         torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
     )
+    try:
+        recovered = recover(opened=opened, line=line)
+    except Damaged:
+        # After a loss of power a journal may name payloads that the disk never got: it ends before them.
+        tails = unwritten_tails(layout, origin.tag, line)
+        if not tails:
+            raise
+        for tail in tails:
+            state.log.warning(events.JOURNAL_UNWRITTEN, **tail._asdict())
+        line = cut_off(line, tails)
+        if not origin.forked:
+            opened = msgspec.structs.replace(opened, discarded=line.discarded)
+        recovered = recover(opened=opened, line=line)
     return Found(stored, recovered, opened, origin)
 
 

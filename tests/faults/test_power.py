@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from pipeline import Context, Item, Pipeline, Rollout, Task, WriteFailed
+from pipeline import Context, Damaged, Item, Pipeline, Rollout, Task, WriteFailed
 from tests.support.crashes import Trained, begin, finish, inline_pipeline, train
 from tests.support.power import VolatileFiles
 from tests.support.runs import numbers
@@ -38,7 +39,23 @@ def make(directory: str, run: Any, files: Any, durability: Any = "power") -> Pip
     return inline_pipeline(given, directory=directory, files=files, max_deaths=99, **options)
 
 
-async def until_the_power_goes(directory: str, target: str, when: float, durability: str) -> set[int]:
+def journals_alone(name: str) -> bool:
+    """The disk has written the journals in time, and the segments not."""
+    return name.endswith(".fbj")
+
+
+def segments_alone(name: str) -> bool:
+    return name.endswith(".fbs")
+
+
+def nothing(name: str) -> bool:
+    return False
+
+
+Lucky = Callable[[str], bool]
+
+
+async def until_the_power_goes(directory: str, target: str, when: float, durability: str, lucky: Lucky) -> set[int]:
     """Live for a while. Returns what had ended more than a second before the end, or was in the last checkpoint."""
     run, files, trained = Clocked(), VolatileFiles(), Trained()
     async with make(directory, run, files, durability) as pipe:
@@ -52,18 +69,19 @@ async def until_the_power_goes(directory: str, target: str, when: float, durabil
                     known = set(run.ended)
                     await (await pipe.save(len(trained.batches))).committed()
                     saved = known
-        files.after_power_loss(directory, target)
+        files.after_power_loss(directory, target, lucky=lucky)
         now = anyio.current_time()
     files.end()
     return saved | {n for n, at in run.ended.items() if durability == "power" and at < now - SECONDS - 1e-6}
 
 
 @pytest.mark.parametrize("durability", ["power", "kill"])
+@pytest.mark.parametrize("lucky", [nothing, journals_alone, segments_alone])
 @pytest.mark.parametrize("seed", range(12))
-async def test_what_is_promised_is_there(tmp_path: Path, durability: str, seed: int) -> None:
+async def test_what_is_promised_is_there(tmp_path: Path, durability: str, lucky: Lucky, seed: int) -> None:
     when = random.Random(seed).uniform(0.5, 12.0)
     target = str(tmp_path / "left")
-    promised = await until_the_power_goes(str(tmp_path / "run"), target, when, durability)
+    promised = await until_the_power_goes(str(tmp_path / "run"), target, when, durability, lucky)
     again = Clocked()
     async with make(target, again, VolatileFiles()) as pipe:
         trained = Trained()
@@ -72,6 +90,49 @@ async def test_what_is_promised_is_there(tmp_path: Path, durability: str, seed: 
     assert trained.items == list(range(60))
     assert not promised & set(again.ended), "run again, though it was promised to be there"
     assert durability == "kill" or when < 2 or promised
+
+
+@pytest.mark.parametrize("lucky", [nothing, journals_alone, segments_alone])
+@pytest.mark.parametrize("seed", range(12))
+async def test_again_and_again_every_item_is_trained_once(tmp_path: Path, lucky: Lucky, seed: int) -> None:
+    chance = random.Random(seed)
+    directory = str(tmp_path / "0")
+    for loss in range(1, 5):
+        durability, target = chance.choice(["power", "kill"]), str(tmp_path / str(loss))
+        await until_the_power_goes(directory, target, chance.uniform(0.2, 5.0), durability, lucky)
+        directory = target
+    for _ in range(2):  # what was left out stays left out
+        async with make(directory, Clocked(), VolatileFiles()) as pipe:
+            trained = Trained()
+            await begin(pipe, trained=trained)
+            await finish(pipe, trained, 2)
+            pipe.ledger.check()
+            assert pipe.ledger.claimed == 60
+            await pipe.save(len(trained.batches))
+        assert trained.items == list(range(60))
+
+
+async def test_what_was_synced_and_is_gone_is_damage(tmp_path: Path) -> None:
+    target = str(tmp_path / "left")
+    await until_the_power_goes(str(tmp_path / "run"), target, 6.0, "power", lambda name: True)
+    first = min(Path(target, "segments").iterdir())
+    first.write_bytes(first.read_bytes()[:-300])
+    async with make(target, Clocked(), VolatileFiles()) as pipe:
+        pipe.attach(trained=Trained())
+        with pytest.raises(Damaged, match=r"000001-0000-000001\.fbs at byte"):
+            await pipe.resume()
+
+
+async def test_the_log_says_what_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = str(tmp_path / "left")
+    await until_the_power_goes(str(tmp_path / "run"), target, 0.95, "kill", journals_alone)
+    async with make(target, Clocked(), VolatileFiles()) as pipe:
+        pipe.attach(trained=Trained())
+        resumed = await pipe.resume()
+    assert resumed.set_aside > 0
+    (line,) = [record.getMessage() for record in caplog.records if "journal.unwritten" in record.getMessage()]
+    assert "000001-0000.fbj" in line
+    assert "uid=" in line
 
 
 async def test_a_quiet_run_is_synced_once_and_a_closed_one_is_whole(tmp_path: Path) -> None:

@@ -441,6 +441,7 @@ class TestCrashes:
         async with inline_pipeline(task(1, parking()), directory=run_directory) as pipe:
             await begin(pipe)
             await anyio.sleep(2)
+            await (await pipe.save(0)).committed()  # what is not synced yet might be run again
             copy = crashed_copy(run_directory, tmp_path / "copy")
         (segment,) = Path(copy, "segments").iterdir()
         content = bytearray(segment.read_bytes())

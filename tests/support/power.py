@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 
 from pipeline.store.files import OsFiles
 
@@ -45,17 +47,31 @@ class VolatileFiles(OsFiles):
             os.close(handle)
         self._kept.clear()
 
-    def after_power_loss(self, directory: str, target: str) -> str:
-        """Make ``target`` what ``directory`` would be after a loss of power now."""
-        folders = {os.stat(folder).st_ino for folder, _, _ in os.walk(directory)}
-        self._restore(os.stat(directory).st_ino, target, folders)
+    def after_power_loss(
+        self, directory: str, target: str, *, lucky: Callable[[str], bool] = lambda name: False
+    ) -> str:
+        """Make ``target`` what ``directory`` would be after a loss of power now.
+
+        Args:
+            directory: what is there.
+            target: a new folder.
+            lucky: files, by their name, that were written to the disk to their end though nobody had synced them.
+        """
+        now = {}
+        for folder, _, names in os.walk(directory):
+            now[os.stat(folder).st_ino] = folder
+            now.update((os.stat(os.path.join(folder, name)).st_ino, os.path.join(folder, name)) for name in names)
+        self._restore(os.stat(directory).st_ino, target, now, lucky)
         return target
 
-    def _restore(self, folder: int, target: str, folders: set[int]) -> None:
+    def _restore(self, folder: int, target: str, now: dict[int, str], lucky: Callable[[str], bool]) -> None:
         os.makedirs(target)
         for name, inode in self._entries.get(folder, {}).items():
-            if inode in folders:
-                self._restore(inode, os.path.join(target, name), folders)
+            path = os.path.join(target, name)
+            if os.path.isdir(now.get(inode, "")):
+                self._restore(inode, path, now, lucky)
+            elif inode in now and lucky(name):
+                shutil.copyfile(now[inode], path)
             elif name != "lock":
-                with open(os.path.join(target, name), "wb") as file:
+                with open(path, "wb") as file:
                     file.write(self._content.get(inode, b""))
