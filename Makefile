@@ -60,9 +60,10 @@ format: $(STAMP)  ## put the code in the house format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-soak: $(STAMP)  ## play SEEDS simulated runs, and run the slow tests SOAK times larger
+soak: $(STAMP)  ## play SEEDS simulated runs, and run the slow and the property tests SOAK times larger
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	@FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q -m slow --timeout=0 $(TEST_ARGS)
+	@FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q --timeout=0 tests/properties
 
 bench: $(STAMP)  ## run the benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)

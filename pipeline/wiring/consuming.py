@@ -61,7 +61,8 @@ class Consumer:
             finally:
                 state.wanted = 0
             self.raise_failure()
-            lease = self._lease(step, groups)
+            # Meanwhile a batch may have been given back: then this is the batch of its step.
+            lease = self._lease(state.ledger.next_step, groups)
         # The batch is leased: from here on a cancelled caller gives it back, so that it is not lost.
         try:
             batch = await self._assemble(lease, repeated)
@@ -154,7 +155,7 @@ class Consumer:
         if pool.in_flight + pool.scoring > self._state.evaluating:
             return False
         if producer.paused:
-            return self._state.weights_failed
+            return self._state.weights_failed and not self._state.updating
         return producer.blocked and not producer.rewards_due
 
     # -- leasing -----------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ class RunState:
         """Whether a verb has raised ``failure``."""
         self.weights_failed = False
         """A push of weights failed: nothing starts until one succeeds."""
+        self.updating = False
+        """Whether a weight update is open."""
         self.absent = 0
         """Items that wait for a task which this run does not have; they are kept, and in nobody's way."""
         self.evaluating = 0

@@ -22,14 +22,13 @@ class Weights:
         self, state: RunState, producer: Producer, pool: Callable[[], Pool], pacing: Pacing | None = None
     ) -> None:
         self._state, self._producer, self._pool, self._pacing = state, producer, pool, pacing
-        self._updating = False
         self._required: int | None = None
         self._open = False
 
     @property
     def updating(self) -> bool:
         """Whether an update is open."""
-        return self._updating
+        return self._state.updating
 
     def require_update(self, version: int) -> None:
         """After a resume: servers may hold other weights, until an update has set ``version``."""
@@ -54,11 +53,11 @@ class Weights:
     def open_gate(self) -> None:
         """From here on attempts start, whenever no update is open."""
         self._open = True
-        self._producer.paused = self._updating or self._state.weights_failed
+        self._producer.paused = self._state.updating or self._state.weights_failed
 
     def reopen(self) -> None:
         """Let attempts start again, at full concurrency within this turn of the loop, if nothing else forbids it."""
-        if self._open and not self._state.weights_failed and not self._updating:
+        if self._open and not self._state.weights_failed and not self._state.updating:
             self._producer.paused = False
             self._pool().pump()
 
@@ -66,7 +65,7 @@ class Weights:
         """Stop starting attempts, and treat those in flight as told; None: as ``partial=`` allows."""
         if running is None:
             running = "keep" if self._state.options.partial else "finish"
-        if self._updating:
+        if self._state.updating:
             raise UsageError("a weight_update is open already")
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise ConfigError.of("version", version, "a whole number of at least 0 is needed")
@@ -80,7 +79,7 @@ class Weights:
             raise ConfigError.of(
                 "running", running, "with partial=False a rollout has one version: 'finish' or 'abort' what runs"
             )
-        self._updating = True
+        self._state.updating = True
         try:
             if self._pacing is not None and running == "keep":
                 await self._wait_for_the_old(self._pacing, version)
@@ -93,8 +92,9 @@ class Weights:
                 self._producer.sort_ready()
         except BaseException:
             # Nothing was pushed: rollouts go on with the weights that there are.
-            self._updating = False
+            self._state.updating = False
             self.reopen()
+            self._state.changed.notify()
             raise
 
     async def _wait_for_the_old(self, pacing: Pacing, version: int) -> None:
@@ -109,7 +109,7 @@ class Weights:
 
     def end(self, version: int, error: BaseException | None, *, failed: bool) -> None:
         """Close the update: with success the version is set and every slot has work at once."""
-        self._updating = False
+        self._state.updating = False
         if failed:
             self._state.weights_failed = True
             self._state.log.error(events.WEIGHTS_FAILED, version=version, error=repr(error))

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipeline import (
     RolloutFailed,
     Skip,
     SourceMark,
+    Starved,
     Task,
     WriteFailed,
 )
@@ -347,3 +349,39 @@ async def test_full_concurrency_is_back_within_one_turn_after_a_pause() -> None:
             await anyio.lowlevel.checkpoint()
             assert running == 32
     assert (peak, running) == (32, 0)
+
+
+@virtual
+class TestPushIsRepeated:
+    """A trainer elsewhere waits for its batch while a push that failed is tried again."""
+
+    @pytest.mark.parametrize("ends", ["well", "badly", "cancelled"])
+    async def test_it_is_told_only_when_nothing_can_come(self, ends: str) -> None:
+        found: list[str] = []
+
+        async def wait() -> None:
+            try:
+                found.append(repr((await pipe.get_batch(2)).step))
+            except Starved:
+                found.append("starved")
+
+        async def push(fails: bool) -> None:
+            with suppress(ConnectionError):
+                async with pipe.weight_update(version=0, running="finish"):
+                    await anyio.sleep(1)
+                    if fails:
+                        raise ConnectionError("no server")
+
+        async with inline_pipeline(task(8, lasting(dict.fromkeys(range(8), 4.0))), concurrency=1) as pipe:
+            await pipe.start()
+            async with anyio.create_task_group() as group:
+                with suppress(ConnectionError):
+                    async with pipe.weight_update(version=0, running="keep"):
+                        raise ConnectionError("no server")
+                group.start_soon(wait)
+                await anyio.sleep(0.1)
+                with anyio.move_on_after(5.0 if ends != "cancelled" else 2.0):
+                    await push(fails=ends == "badly")  # waits for the attempt in flight first
+                if ends == "well":
+                    assert not found
+            assert found == ["1" if ends == "well" else "starved"]

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline import ConfigError, EndOfSource, Pipeline, UsageError
+from pipeline import Batch, ConfigError, EndOfSource, Pipeline, UsageError
 from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting
 from tests.support.runs import ids, task
 
@@ -43,6 +43,28 @@ class TestRelease:
             assert ids(await pipe.get_batch(2)) == [0, 1]
             assert ids(await pipe.get_batch(2)) == [2, 3], "what one batch left over, the next one gets"
             assert ids(await pipe.get_batch(2)) == [4, 5]
+
+    async def test_one_released_while_the_next_is_waited_for_comes_for_its_own_step(self) -> None:
+        """The waiting call was for step 3; what it gets is the batch of step 2 again, as old as it was."""
+        options: dict[str, Any] = {"max_staleness": 1, "batch_groups": 2, "concurrency": 8}
+        async with inline_pipeline(task(8, lasting(dict.fromkeys(range(4, 8), 1e6))), **options) as pipe:
+            await begin(pipe)
+            await pipe.ack((await pipe.get_batch(2)).step)
+            async with pipe.weight_update(version=1):
+                pass
+            second = await pipe.get_batch(2)
+            found: list[Batch] = []
+
+            async def wait() -> None:
+                found.append(await pipe.get_batch(2))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+                await anyio.sleep(1)
+                second.release()
+            assert [(batch.step, batch.staleness, ids(batch)) for batch in found] == [
+                (2, second.staleness, ids(second))
+            ]
 
     async def test_releasing_twice_changes_nothing(self) -> None:
         async with twelve() as pipe:
