@@ -185,8 +185,9 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """``synchronous``: nothing is produced but for the batch that is being waited for; batches are in draw order."""
     order: Literal["finished", "strict"] = "finished"
     """``strict``: batches are made in draw order, so that they never depend on how long rollouts take."""
-    selector: Literal["stalest", "fifo"] = "stalest"
-    """Which finished groups a batch takes first: those of the oldest weights, or those that finished first.
+    selector: Literal["stalest", "fifo", "freshest"] = "stalest"
+    """Which finished groups a batch takes first: those of the oldest weights, those that finished first, or those of
+    the newest weights (what is left over expires).
     ``stalest`` lets a slow rollout that finishes late into the next batch, where ``fifo`` may let it expire in the
     queue. ``strict`` order leaves no choice."""
     capacity: int | None = None

@@ -7,17 +7,19 @@ selected: a batch that is reserved to be handed out again, or leased, is not in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from pipeline.buffer.selectors import FifoSelector, StalestSelector, StrictSelector
+from pipeline.buffer.selectors import FifoSelector, FreshestSelector, StalestSelector, StrictSelector
 from pipeline.buffer.storages import RolloutStorage
 from pipeline.interfaces import Selector
+
+Choice: TypeAlias = Literal["fifo", "stalest", "freshest"]
 
 
 class GroupBuffer:
     """Holds finished groups until a batch takes them."""
 
-    def __init__(self, *, order: Literal["finished", "strict"], selector: Literal["fifo", "stalest"]) -> None:
+    def __init__(self, *, order: Literal["finished", "strict"], selector: Choice) -> None:
         self.storage = RolloutStorage()
         self._versions = StalestSelector()
         self._strict = StrictSelector() if order == "strict" else None
@@ -26,6 +28,8 @@ class GroupBuffer:
             self._selector = self._strict
         elif selector == "fifo":
             self._selector = FifoSelector()
+        elif selector == "freshest":
+            self._selector = FreshestSelector()
         self._peak = 0  # as of when groups left last: they leave in batches, and come one by one
 
     def add(self, uid: int, version: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from pipeline.buffer.buffer import GroupBuffer
-from pipeline.buffer.selectors import FifoSelector, StalestSelector, StrictSelector
+from pipeline.buffer.buffer import Choice, GroupBuffer
+from pipeline.buffer.selectors import FifoSelector, FreshestSelector, StalestSelector, StrictSelector
 from pipeline.interfaces import Selector
 
 
@@ -20,7 +20,7 @@ class MixedBuffer(GroupBuffer):
         self,
         *,
         order: Literal["finished", "strict"],
-        selector: Literal["fifo", "stalest"],
+        selector: Choice,
         task_of: Callable[[int], str],
         places: Callable[[int], Mapping[str, int]],
     ) -> None:
@@ -32,7 +32,8 @@ class MixedBuffer(GroupBuffer):
         super().__init__(order="finished", selector="stalest")
         self._make: Callable[[], Selector] = StrictSelector
         if order != "strict":
-            self._make = StalestSelector if selector == "stalest" else FifoSelector
+            made: dict[Choice, Callable[[], Selector]] = {"stalest": StalestSelector, "freshest": FreshestSelector}
+            self._make = made.get(selector, FifoSelector)
         self._task_of, self._places = task_of, places
         self._parts: dict[str, Selector] = {}
         self._task: dict[int, str] = {}  # of what is held, and in strict order of what is waited for

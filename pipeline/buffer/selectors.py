@@ -58,7 +58,7 @@ class StalestSelector:
 
     def take(self, count: int) -> list[int]:
         taken: list[int] = []
-        for version in sorted(self._buckets):
+        for version in self._in_order():
             bucket = self._buckets[version]
             while bucket and len(taken) < count:
                 taken.append(bucket.popitem(last=False)[0])
@@ -67,6 +67,9 @@ class StalestSelector:
                 break
             del self._buckets[version]
         return taken
+
+    def _in_order(self) -> list[int]:
+        return sorted(self._buckets)
 
     def older_than(self, version: int) -> list[int]:
         """Return the keys with a version below ``version``, oldest first; costs what it returns."""
@@ -85,6 +88,13 @@ class StalestSelector:
 
     def __len__(self) -> int:
         return len(self._versions)
+
+
+class FreshestSelector(StalestSelector):
+    """Newest version first, among equals the first finished."""
+
+    def _in_order(self) -> list[int]:
+        return sorted(self._buckets, reverse=True)
 
 
 class StrictSelector:

@@ -83,12 +83,10 @@ class RunState:
         """Whether a verb has raised ``failure``."""
         self.weights_failed = False
         """A push of weights failed: nothing starts until one succeeds."""
-        self.updating = False
-        """Whether a weight update is open."""
+        self.updating = False  # whether a weight update is open
         self.absent = 0
         """Items that wait for a task which this run does not have; they are kept, and in nobody's way."""
-        self.evaluating = 0
-        """Attempts of evaluations: they are in flight, and in nobody's batch."""
+        self.evaluating = 0  # attempts of evaluations: they are in flight, and in nobody's batch
         self.ended = False
         """Whether the run was closed, for whatever reason."""
         self.gathered = 0  # groups that wait for a tail batch: in nobody's way either

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.buffer.selectors import FifoSelector, StalestSelector, StrictSelector
+from pipeline.buffer.selectors import FifoSelector, FreshestSelector, StalestSelector, StrictSelector
 from pipeline.interfaces import Selector
 
-every = pytest.mark.parametrize("make", [FifoSelector, StalestSelector, StrictSelector])
+every = pytest.mark.parametrize("make", [FifoSelector, StalestSelector, FreshestSelector, StrictSelector])
 
 
 def filled(make: Callable[[], Selector], uids: range) -> Selector:

@@ -22,7 +22,7 @@ class MixedMachine(RuleBasedStateMachine):
     """Claims, finishes, drops, reopens, takes and gives back groups, as a pipeline does."""
 
     order: Literal["finished", "strict"] = "finished"
-    choice: Literal["fifo", "stalest"] = "fifo"
+    choice: Literal["fifo", "stalest", "freshest"] = "fifo"
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,8 @@ class MixedMachine(RuleBasedStateMachine):
             return sorted(uid for uid, _ in held if uid < least)
         if self.choice == "fifo":
             return [uid for uid, _ in held]
-        return [uid for uid, _ in sorted(held, key=lambda each: each[1])]
+        sign = -1 if self.choice == "freshest" else 1
+        return [uid for uid, _ in sorted(held, key=lambda each: sign * each[1])]
 
     @rule(count=st.integers(1, 4))
     def claim(self, count: int) -> None:
@@ -128,12 +129,17 @@ class MixedStalestMachine(MixedMachine):
     choice = "stalest"
 
 
+class MixedFreshestMachine(MixedMachine):
+    choice = "freshest"
+
+
 class MixedStrictMachine(MixedMachine):
     order = "strict"
 
 
 TestMixedFifo = MixedMachine.TestCase
 TestMixedStalest = MixedStalestMachine.TestCase
+TestMixedFreshest = MixedFreshestMachine.TestCase
 TestMixedStrict = MixedStrictMachine.TestCase
-for case in (TestMixedFifo, TestMixedStalest, TestMixedStrict):
+for case in (TestMixedFifo, TestMixedStalest, TestMixedFreshest, TestMixedStrict):
     case.settings = settings(max_examples=60 * SOAK, stateful_step_count=50)

@@ -14,7 +14,7 @@ from pipeline.buffer import GroupBuffer
 from tests.properties.conftest import SOAK
 
 Order = Literal["finished", "strict"]
-Choice = Literal["fifo", "stalest"]
+Choice = Literal["fifo", "stalest", "freshest"]
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -39,7 +39,8 @@ class BufferMachine(RuleBasedStateMachine):
             return sorted(uid for uid, _ in self.held if uid < least)
         if self.choice == "fifo":
             return [uid for uid, _ in self.held]
-        return [uid for uid, _ in sorted(self.held, key=lambda each: each[1])]  # stable: among equals the first added
+        sign = -1 if self.choice == "freshest" else 1
+        return [uid for uid, _ in sorted(self.held, key=lambda each: sign * each[1])]  # stable: the first added first
 
     def add(self, uid: int, version: int) -> None:
         self.buffer.add(uid, version)
@@ -115,6 +116,10 @@ class StalestMachine(BufferMachine):
     choice: Choice = "stalest"
 
 
+class FreshestMachine(BufferMachine):
+    choice: Choice = "freshest"
+
+
 class StrictMachine(BufferMachine):
     order: Order = "strict"
 
@@ -125,9 +130,10 @@ class StrictStalestMachine(StrictMachine):
 
 TestFifo = BufferMachine.TestCase
 TestStalest = StalestMachine.TestCase
+TestFreshest = FreshestMachine.TestCase
 TestStrict = StrictMachine.TestCase
 TestStrictStalest = StrictStalestMachine.TestCase
-for case in (TestFifo, TestStalest, TestStrict, TestStrictStalest):
+for case in (TestFifo, TestStalest, TestFreshest, TestStrict, TestStrictStalest):
     case.settings = settings(max_examples=60 * SOAK, stateful_step_count=50)
 
 

@@ -74,7 +74,7 @@ def _options(chance: random.Random) -> dict[str, Any]:
         "concurrency": chance.choice([1, 2, 3, 5, 20]),
         "strategy": chance.choice(["asynchronous"] * 3 + ["synchronous"]),
         "order": chance.choice(["finished", "finished", "strict"]),
-        "selector": chance.choice(["stalest", "fifo"]),
+        "selector": chance.choice(["stalest", "fifo", "freshest"]),
         "max_staleness": staleness,
         "segment_bytes": chance.choice([1, 2000, 1 << 20]),
         "max_deaths": chance.choice([0, 1, 99, 99]),

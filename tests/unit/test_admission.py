@@ -354,3 +354,16 @@ def test_a_long_run_keeps_nothing_of_what_is_done() -> None:
             runner.run(main())
     finally:
         tracemalloc.stop()
+
+
+@virtual
+async def test_the_freshest_come_first_if_that_is_chosen() -> None:
+    async with inline_pipeline(task(6, lasting({})), selector="freshest", capacity=6, concurrency=1) as pipe:
+        await pipe.start()
+        for version in range(1, 6):
+            await anyio.sleep(1.0)
+            async with pipe.weight_update(version=version):
+                pass
+        await anyio.sleep(5.0)
+        assert [group.oldest for group in await pipe.get_batch(3)] == [5, 4, 3]
+        assert [group.oldest for group in await pipe.get_batch(3)] == [2, 1, 0]

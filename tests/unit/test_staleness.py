@@ -125,8 +125,8 @@ def test_nothing_admitted_is_born_too_old() -> None:
 
 
 def test_old_groups_are_found_and_the_rest_is_ordered_by_choice() -> None:
-    """CASES 26: versions 3 to 8, 8 steps trained, bound 2: 3, 4, 5 go; fifo gives 6, 7, 8; four are not ready."""
-    for choice, expected in (("fifo", [6, 7, 8]), ("stalest", [6, 7, 8])):
+    """CASES 26: versions 3 to 8, 8 steps trained, bound 2: 3, 4, 5 go; of 6, 7, 8 four are not ready."""
+    for choice, expected in (("fifo", [6, 7, 8]), ("stalest", [6, 7, 8]), ("freshest", [8, 7, 6])):
         buffer = GroupBuffer(order="finished", selector=choice)  # type: ignore[arg-type]
         for version in (3, 4, 5, 6, 7, 8):
             buffer.add(version, version)
