@@ -7,6 +7,21 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from pipeline import SourceMark
+
+
+class Endless:
+    """A source of its own indices."""
+
+    def item(self, index: int) -> int:
+        return index
+
+    def length(self) -> int | None:
+        return None
+
+    def mark(self) -> SourceMark:
+        return SourceMark(kind="endless")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

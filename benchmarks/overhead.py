@@ -22,27 +22,14 @@ from typing import Any
 import anyio
 import torch
 
-from benchmarks.harness import Row, times
-from pipeline import Context, Item, Pipeline, Rollout, SourceMark, Task
+from benchmarks.harness import Endless, Row, times
+from pipeline import Context, Item, Pipeline, Rollout, Task
 from pipeline.ledger import BUFFERED
 
 BATCH = 64
 BARE = "a bare loop with bounded queues"
 ENDLESS = "with endless queues"
 _NOTHING = Rollout(reward=1.0)
-
-
-class Endless:
-    """A source of its own indices."""
-
-    def item(self, index: int) -> int:
-        return index
-
-    def length(self) -> int | None:
-        return None
-
-    def mark(self) -> SourceMark:
-        return SourceMark(kind="endless")
 
 
 async def nothing(item: Item, ctx: Context) -> Rollout:

@@ -16,8 +16,8 @@ from typing import Any
 import anyio
 import numpy as np
 
-from benchmarks.harness import Row
-from pipeline import Context, Item, Pipeline, Reroll, Rollout, SourceMark, Task
+from benchmarks.harness import Endless, Row
+from pipeline import Context, Item, Pipeline, Reroll, Rollout, Task
 from pipeline.testing import VirtualClockLoop
 
 GROUPS, MEMBERS, SLOTS, BOUND = 32, 8, 128, 2
@@ -37,19 +37,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "mask, oversample 2": {"staleness_policy": "mask", "oversample": 2},
 }
 _ASKED = dict(zip(SPREADS, (0.98, 0.95, 0.90), strict=True))  # of efficiency, with partial rollouts continued
-
-
-class Endless:
-    """A source of its own indices."""
-
-    def item(self, index: int) -> int:
-        return index
-
-    def length(self) -> int | None:
-        return None
-
-    def mark(self) -> SourceMark:
-        return SourceMark(kind="endless")
 
 
 class Simulation:

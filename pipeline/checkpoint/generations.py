@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE, FileInfo, Manifest, decode_manifest, encode_manifest
@@ -129,6 +130,7 @@ class GenerationWriter:
         self.folder = self._final + ".part"
         self.infos: list[FileInfo] = []
         self._renamed = self._abandoned = False
+        self._unsynced: list[int] = []
         self._one_ends_it = threading.Lock()
 
     def begin(self) -> None:
@@ -153,6 +155,10 @@ class GenerationWriter:
         finally:
             self._files.close(handle)
         self.infos.append(FileInfo(path=path, bytes=len(content), crc32c=f"{crc32c(content):08x}"))
+
+    def sync_later(self, handle: int) -> None:
+        """Take over an open file of the generation: it is synced and closed when the generation is committed."""
+        self._unsynced.append(handle)
 
     def link(self, path: str, source: str, info: FileInfo) -> None:
         """Take over a file of an earlier generation without copying it (or with, where links are impossible)."""
@@ -197,6 +203,9 @@ class GenerationWriter:
 
     def _commit(self, manifest: Manifest) -> Stored:
         try:
+            while self._unsynced:
+                self._files.sync(self._unsynced[-1])
+                self._files.close(self._unsynced.pop())
             for folder in sorted({os.path.dirname(os.path.join(self.folder, info.path)) for info in self.infos}):
                 self._files.sync_directory(folder)
             self._files.sync_directory(self.folder)
@@ -217,6 +226,9 @@ class GenerationWriter:
         """
         with self._one_ends_it:
             self._abandoned = True
+            while self._unsynced:
+                with suppress(OSError):
+                    self._files.close(self._unsynced.pop())
             remove_tree(self._files, self.folder)
             if self._renamed:
                 remove_tree(self._files, self._final)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -80,8 +80,13 @@ class CapturedState:
             self._tensors.append(value)
         return self._places[key]
 
-    def write(self, files: FilesLike, path: str) -> tuple[int, str]:
+    def write(self, files: FilesLike, path: str, *, to_sync: Callable[[int], None] | None = None) -> tuple[int, str]:
         """Write the file and sync it. Blocks: call it where blocking is allowed.
+
+        Args:
+            files: the file layer.
+            path: a file that is not there yet.
+            to_sync: takes over the open file, to sync and close it: the trainer need not wait for that.
 
         Returns:
             Its size in bytes, and its crc32c as eight hexadecimal digits.
@@ -93,9 +98,15 @@ class CapturedState:
             for chunk in self._chunks():
                 checksum = crc32c_more(checksum, chunk)
                 size += files.write(handle, [chunk])
-            files.sync(handle)
-        finally:
+            if to_sync is None:
+                files.sync(handle)
+        except BaseException:
             files.close(handle)
+            raise
+        if to_sync is None:
+            files.close(handle)
+        else:
+            to_sync(handle)
         return size, f"{checksum:08x}"
 
     def _chunks(self) -> Iterator[memoryview]:

@@ -9,12 +9,12 @@ import msgspec
 
 from pipeline.checkpoint.generations import Stored, find_generations
 from pipeline.checkpoint.trainer_state import check_file
-from pipeline.errors import Damaged, ForebayError, NotARun
-from pipeline.records import Evaluated, Finished, Location, Parked, PartSaved
-from pipeline.store.frames import scan
-from pipeline.store.journal import read_journal
+from pipeline.errors import ForebayError, NotARun
+from pipeline.records import Location
+from pipeline.store.frames import PAYLOAD, scan
+from pipeline.store.journal import payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout
-from pipeline.store.segments import PayloadReader, SegmentInfo
+from pipeline.store.segments import PayloadReader, Place, SegmentInfo
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -74,6 +74,7 @@ class _Check:
         self.damages: list[Damage] = []
         self.unpromised: list[str] = []
         self.events = self.payloads = 0
+        self._whole: set[Place] = set()
 
     def result(self) -> Verified:
         found = find_generations(self.layout, self.run_id)
@@ -81,9 +82,10 @@ class _Check:
             self._note(os.path.join(self.layout.generations, f"{number:08d}", "manifest.json"), error)
         for stored in found.complete:
             self._generation(stored)
+        # Segments first: what was read there need not be read again for the events that name it.
+        self._segments({info.name: info for stored in found.complete for info in stored.manifest.segments})
         journals = self.layout.list_journals()
         self._journals(journals, found.complete)
-        self._segments({info.name: info for stored in found.complete for info in stored.manifest.segments})
         return Verified(
             run_id=self.run_id,
             generations=len(found.complete),
@@ -128,24 +130,22 @@ class _Check:
 
     def _journal(self, name: JournalName, promised: int) -> None:
         marks = [0]
-        named: list[tuple[int, int, int, Location]] = []
+        named: dict[Place, int] = {}
         for logged in read_journal(name, run_tag=self.tag, promised=promised, synced=marks.append, ended=self._ended):
             self.events += 1
-            event = logged.event
-            if isinstance(event, (Finished, Parked, PartSaved, Evaluated)) and event.segment >= 0:
-                at = Location(logged.incarnation, logged.rank, event.segment, event.offset, event.length)
-                named.append((logged.sequence, event.uid, event.member, at))
+            place = payload_place(logged)
+            if place is not None:
+                named[place] = logged.sequence
         self.payloads += len(named)
-        reader = PayloadReader(self.layout, self.tag)
-        for sequence, uid, member, at in [] if self.quick else named:
-            try:
-                reader.verify([(uid, member, at)])
-            except Damaged as error:
-                path = self.layout.segment(at.incarnation, at.rank, at.segment)
-                if sequence <= marks[-1]:
-                    self._note(path, error)
-                else:
-                    self.unpromised.append(f"{error} It had not been synced; a resume runs the item again.")
+        if self.quick:
+            return
+        unseen = [place for place in named if place not in self._whole]
+        for place, error in PayloadReader(self.layout, self.tag).damaged(unseen):
+            if named[place] <= marks[-1]:
+                at = place[2]
+                self._note(self.layout.segment(at.incarnation, at.rank, at.segment), error)
+            else:
+                self.unpromised.append(f"{error} It had not been synced; a resume runs the item again.")
 
     def _ended(self, position: object, path: str, left: int) -> None:
         if left:
@@ -163,13 +163,17 @@ class _Check:
                 self._segment(path, promised)
 
     def _segment(self, path: str, promised: int) -> None:
+        incarnation, rank, number = map(int, os.path.splitext(os.path.basename(path))[0].split("-"))
+
         def ended(at: int, left: int) -> None:
             if left:
                 self.unpromised.append(f"{path}: {left} bytes at its end are a record that a crash cut off")
 
         try:
-            for _ in scan(path, run_tag=self.tag, promised=promised, ended=ended):
-                pass
+            for offset, header, payload in scan(path, run_tag=self.tag, promised=promised, ended=ended):
+                if header.kind == PAYLOAD:
+                    at = Location(incarnation, rank, number, offset, len(payload))
+                    self._whole.add((header.sequence, header.number, at))
         except (ForebayError, OSError) as error:
             self._note(path, error)
 

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.errors import Damaged, NewerFormat
-from pipeline.records import AnyEvent
+from pipeline.records import AnyEvent, Evaluated, Finished, Location, Parked, PartSaved
 from pipeline.store.frames import EVENTS, SYNCED, Frame, scan
 from pipeline.store.layout import JournalName, Layout
+from pipeline.store.segments import Place
 
 encode_events = msgspec.msgpack.Encoder().encode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
@@ -31,6 +32,15 @@ class Logged(NamedTuple):
     rank: int
     sequence: int
     event: AnyEvent
+
+
+def payload_place(logged: Logged) -> Place | None:
+    """Return where the payload lies that an event names; None if it names none."""
+    event = logged.event
+    if not isinstance(event, (Finished, Parked, PartSaved, Evaluated)) or event.segment < 0:
+        return None
+    at = Location(logged.incarnation, logged.rank, event.segment, event.offset, event.length)
+    return event.uid, event.member, at
 
 
 class JournalPosition(msgspec.Struct, frozen=True, kw_only=True):

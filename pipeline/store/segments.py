@@ -66,7 +66,18 @@ class PayloadReader:
         for _ in self._read(places):
             pass
 
+    def damaged(self, places: Iterable[Place]) -> list[tuple[Place, Damaged]]:
+        """Read every place, and return those that are not whole, each with what is wrong; nothing is kept."""
+        return [(place, found) for place, found in self._look(places) if isinstance(found, Damaged)]
+
     def _read(self, places: Iterable[Place]) -> Iterator[tuple[int, int, bytes]]:
+        for (uid, member, _), found in self._look(places):
+            if isinstance(found, Damaged):
+                raise found
+            yield uid, member, found
+
+    def _look(self, places: Iterable[Place]) -> Iterator[tuple[Place, bytes | Damaged]]:
+        """Yield each place with what lies there, file by file."""
         by_file: dict[tuple[int, int, int], list[Place]] = {}
         for place in places:
             where = place[2]
@@ -75,26 +86,30 @@ class PayloadReader:
             path = self._layout.segment(*number)
             wanted = sorted(by_file[number], key=_offset)
             try:
-                with open(path, "rb") as file:
-                    # Mapped: one payload costs no system call. An empty file cannot be, and holds nothing anyway.
-                    size = os.fstat(file.fileno()).st_size
-                    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-                    for uid, member, location in wanted:
-                        yield uid, member, self._frame(data, size, path, uid, member, location.offset)
+                file = open(path, "rb")  # noqa: SIM115  closed by the block below
             except FileNotFoundError:
-                raise Damaged(
+                absent = Damaged(
                     f"{path}: the segment is missing; it holds uid {wanted[0][0]} and more. "
                     "Restore the file from a copy."
-                ) from None
+                )
+                yield from ((place, absent) for place in wanted)
+                continue
+            with file:
+                # Mapped: one payload costs no system call. An empty file cannot be, and holds nothing anyway.
+                size = os.fstat(file.fileno()).st_size
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+                for place in wanted:
+                    yield place, self._frame(data, size, path, place)
 
-    def _frame(self, data: mmap.mmap | bytes, size: int, path: str, uid: int, member: int, offset: int) -> bytes:
-        begin = offset + HEADER_BYTES
+    def _frame(self, data: mmap.mmap | bytes, size: int, path: str, place: Place) -> bytes | Damaged:
+        uid, member, location = place
+        offset, begin = location.offset, location.offset + HEADER_BYTES
         header = decode_header(data[offset:begin], path)
         if header is not None and self._is(header, uid, member) and begin + header.length <= size:
             payload = data[begin : begin + header.length]
             if crc32c(payload) == header.checksum:
                 return payload
-        raise Damaged(
+        return Damaged(
             f"{path} at byte {offset}: the payload of uid {uid}, member {member} is damaged or missing. "
             "Restore the file from a copy."
         )

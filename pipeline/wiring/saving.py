@@ -81,7 +81,8 @@ class Capture:
                 files.makedirs(os.path.join(self.writer.folder, TRAINER_FOLDER))
             for state in self.states:
                 path = f"{TRAINER_FOLDER}/{state.name}.safetensors"
-                size, checksum = state.write(files, os.path.join(self.writer.folder, path))
+                target = os.path.join(self.writer.folder, path)
+                size, checksum = state.write(files, target, to_sync=self.writer.sync_later)
                 self.writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
         except OSError as error:
             self.abandon()

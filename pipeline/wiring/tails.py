@@ -7,14 +7,11 @@ synced, so nothing was promised: the journal ends before it, as at a torn record
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.errors import Damaged
-from pipeline.records import Evaluated, Finished, Location, Parked, PartSaved
-from pipeline.store.journal import read_journal
+from pipeline.store.journal import payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout
-from pipeline.store.segments import PayloadReader
+from pipeline.store.segments import PayloadReader, Place
 from pipeline.wiring.lines import Line
 
 
@@ -49,25 +46,17 @@ def unwritten_tails(layout: Layout, run_tag: int, line: Line) -> list[Tail]:
 
 def _tail(layout: Layout, run_tag: int, name: JournalName, cap: int | None) -> Tail | None:
     marks = [0]
-    named = list(_payloads(name, run_tag, marks))
-    reader = PayloadReader(layout, run_tag)
-    for sequence, uid, member, location in named:
-        if sequence <= marks[-1] or (cap is not None and sequence > cap):
-            continue
-        try:
-            reader.verify([(uid, member, location)])
-        except Damaged:
-            return Tail(name.path, name.incarnation, name.rank, sequence - 1, uid, member)
-    return None
-
-
-def _payloads(name: JournalName, run_tag: int, marks: list[int]) -> Iterator[tuple[int, int, int, Location]]:
-    """Yield number, uid, member and place of what the events name; ``marks`` gets how far the journal was synced."""
+    named: dict[Place, int] = {}
     for logged in read_journal(name, run_tag=run_tag, synced=marks.append):
-        event = logged.event
-        if isinstance(event, (Finished, Parked, PartSaved, Evaluated)) and event.segment >= 0:
-            place = Location(logged.incarnation, logged.rank, event.segment, event.offset, event.length)
-            yield logged.sequence, event.uid, event.member, place
+        place = payload_place(logged)
+        if place is not None and (cap is None or logged.sequence <= cap):
+            named[place] = logged.sequence
+    unsynced = [place for place, sequence in named.items() if sequence > marks[-1]]
+    absent = [(named[place], place) for place, _ in PayloadReader(layout, run_tag).damaged(unsynced)]
+    if not absent:
+        return None
+    sequence, (uid, member, _) = min(absent, key=lambda each: each[0])
+    return Tail(name.path, name.incarnation, name.rank, sequence - 1, uid, member)
 
 
 def cut_off(line: Line, tails: list[Tail]) -> Line:

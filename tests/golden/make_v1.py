@@ -15,7 +15,8 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -212,21 +213,9 @@ def run(main: Callable[[], Any]) -> None:
         runner.run(main())
 
 
-def write_every_event() -> None:
-    """Write the journal with an event of each kind, in frames of two, and a synced mark."""
-    os.makedirs("other/journals")
-    writer = StoreWriter(Layout("other"), OsFiles(), run_tag=int(RUN_ID[:16], 16), incarnation=7)
-    for number, event in enumerate(EVERY_EVENT):
-        writer.append(event)
-        if number % 2:
-            writer.write(writer.take())
-    writer.sync()
-    writer.close()
-    shutil.move("other/journals/000007-0000.fbj", "run/every_event.fbj")
-
-
-def make(target: Path) -> None:
-    """Write the run to ``target``, which must not exist."""
+@contextmanager
+def fixed_machine() -> Iterator[None]:
+    """In an empty folder, on a host, in a process and at a time that are the same everywhere."""
     before = os.getcwd()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -239,17 +228,36 @@ def make(target: Path) -> None:
         clock.now.return_value = datetime(2024, 1, 1, tzinfo=UTC)
         os.chdir(folder)
         try:
-            run(first_life)
-            with open("crashed/journals/000001-0000.fbj", "ab") as journal:
-                journal.write(b"FBAY torn")
-            shutil.rmtree("run")
-            shutil.move("crashed", "run")
-            run(second_life)
-            os.unlink("run/lock")
-            write_every_event()
-            shutil.copytree("run", target)
+            yield
         finally:
             os.chdir(before)
+
+
+def write_every_event(events: list[AnyEvent], incarnation: int, *, in_a_frame: int) -> None:
+    """Write a journal with ``events``, so many in a frame, and a synced mark, to ``run/every_event.fbj``."""
+    os.makedirs("other/journals")
+    writer = StoreWriter(Layout("other"), OsFiles(), run_tag=int(RUN_ID[:16], 16), incarnation=incarnation)
+    for number, event in enumerate(events, 1):
+        writer.append(event)
+        if number % in_a_frame == 0 or number == len(events):
+            writer.write(writer.take())
+    writer.sync()
+    writer.close()
+    shutil.move(f"other/journals/{incarnation:06d}-0000.fbj", "run/every_event.fbj")
+
+
+def make(target: Path) -> None:
+    """Write the run to ``target``, which must not exist."""
+    with fixed_machine():
+        run(first_life)
+        with open("crashed/journals/000001-0000.fbj", "ab") as journal:
+            journal.write(b"FBAY torn")
+        shutil.rmtree("run")
+        shutil.move("crashed", "run")
+        run(second_life)
+        os.unlink("run/lock")
+        write_every_event(EVERY_EVENT, 7, in_a_frame=2)
+        shutil.copytree("run", target)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import tempfile
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import anyio
 
 from pipeline import Context, Item, Pipeline, Rollout, SourceMark, Task
 from pipeline.records import AnyEvent, Evaluated, Feedback, Mixed, Opened, Parked, Rewarded
-from pipeline.store.files import OsFiles
-from pipeline.store.layout import Layout
-from pipeline.store.writer import StoreWriter
 from tasks import SequenceSource
-from tests.golden.make_v1 import RUN_ID, Learner, run
+from tests.golden.make_v1 import Learner, fixed_machine, run, write_every_event
 from tests.support.crashes import crashed_copy
 
 TARGET = Path(__file__).parent / "v1b"
@@ -156,41 +149,16 @@ async def second_life() -> None:
         await pipe.discard(max(pipe.ledger.parked))
 
 
-def write_every_event() -> None:
-    """Write the journal with an event of each kind, in one frame."""
-    os.makedirs("other/journals")
-    writer = StoreWriter(Layout("other"), OsFiles(), run_tag=int(RUN_ID[:16], 16), incarnation=8)
-    for event in EVERY_EVENT:
-        writer.append(event)
-    writer.write(writer.take())
-    writer.sync()
-    writer.close()
-    shutil.move("other/journals/000008-0000.fbj", "run/every_event.fbj")
-
-
 def make(target: Path) -> None:
     """Write the run to ``target``, which must not exist."""
-    before = os.getcwd()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(socket, "gethostname", return_value="golden"),
-        mock.patch.object(os, "getpid", return_value=4242),
-        mock.patch("secrets.token_hex", return_value=RUN_ID),
-        mock.patch("time.time", return_value=1_700_000_000.0),
-        mock.patch("pipeline.wiring.saving.datetime") as clock,
-    ):
-        clock.now.return_value = datetime(2024, 1, 1, tzinfo=UTC)
-        os.chdir(folder)
-        try:
-            run(first_life)
-            shutil.rmtree("run")
-            shutil.move("crashed", "run")
-            run(second_life)
-            os.unlink("run/lock")
-            write_every_event()
-            shutil.copytree("run", target)
-        finally:
-            os.chdir(before)
+    with fixed_machine():
+        run(first_life)
+        shutil.rmtree("run")
+        shutil.move("crashed", "run")
+        run(second_life)
+        os.unlink("run/lock")
+        write_every_event(EVERY_EVENT, 8, in_a_frame=len(EVERY_EVENT))
+        shutil.copytree("run", target)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,16 @@ files are never written again.
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import anyio
 
 from pipeline import Context, Item, Pipeline, Retry, Rollout, SourceMark, Task
 from pipeline.records import Aged, AnyEvent, HeldItem, Inherited, Opened, PartSaved, Reopened
-from pipeline.store.files import OsFiles
-from pipeline.store.layout import Layout
-from pipeline.store.writer import StoreWriter
 from tasks import SequenceSource
-from tests.golden.make_v1 import RUN_ID, Learner, run
+from tests.golden.make_v1 import Learner, fixed_machine, run, write_every_event
 from tests.support.crashes import crashed_copy
 
 TARGET = Path(__file__).parent / "v1c"
@@ -146,40 +138,15 @@ async def second_life() -> None:
         crashed_copy("run", "crashed")
 
 
-def write_every_event() -> None:
-    """Write the journal with an event of each kind, in one frame."""
-    os.makedirs("other/journals")
-    writer = StoreWriter(Layout("other"), OsFiles(), run_tag=int(RUN_ID[:16], 16), incarnation=9)
-    for event in EVERY_EVENT:
-        writer.append(event)
-    writer.write(writer.take())
-    writer.sync()
-    writer.close()
-    shutil.move("other/journals/000009-0000.fbj", "run/every_event.fbj")
-
-
 def make(target: Path) -> None:
     """Write the run to ``target``, which must not exist."""
-    before = os.getcwd()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(socket, "gethostname", return_value="golden"),
-        mock.patch.object(os, "getpid", return_value=4242),
-        mock.patch("secrets.token_hex", return_value=RUN_ID),
-        mock.patch("time.time", return_value=1_700_000_000.0),
-        mock.patch("pipeline.wiring.saving.datetime") as clock,
-    ):
-        clock.now.return_value = datetime(2024, 1, 1, tzinfo=UTC)
-        os.chdir(folder)
-        try:
-            for life in (first_life, second_life):
-                run(life)
-                shutil.rmtree("run")
-                shutil.move("crashed", "run")
-            write_every_event()
-            shutil.copytree("run", target)
-        finally:
-            os.chdir(before)
+    with fixed_machine():
+        for life in (first_life, second_life):
+            run(life)
+            shutil.rmtree("run")
+            shutil.move("crashed", "run")
+        write_every_event(EVERY_EVENT, 9, in_a_frame=len(EVERY_EVENT))
+        shutil.copytree("run", target)
 
 
 if __name__ == "__main__":

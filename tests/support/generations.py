@@ -37,7 +37,7 @@ def commit(
         path = "trainer/model.safetensors"
         files.makedirs(os.path.join(writer.folder, "trainer"))
         captured = CapturedState("model", state or {"weight": torch.full((300,), step)})
-        size, checksum = captured.write(files, os.path.join(writer.folder, path))
+        size, checksum = captured.write(files, os.path.join(writer.folder, path), to_sync=writer.sync_later)
         writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
     writer.add("consumer.json", b'{"step": %d}' % step)
     writer.add("files/deep/er.txt", b"step %d" % step)
