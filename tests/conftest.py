@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,15 @@ def structlog_as_it_was() -> Iterator[None]:
     yield
     if structlog.is_configured():
         structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_file_stays_open() -> Iterator[None]:
+    """Thousands of tests open files; one that leaves some open would break another, far from it."""
+    yield
+    if os.path.isdir("/proc/self/fd"):
+        left = len(os.listdir("/proc/self/fd"))
+        assert left < 200, f"{left} files are open after the last test"
 
 
 @pytest.fixture

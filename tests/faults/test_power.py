@@ -13,6 +13,7 @@ import pytest
 
 from pipeline import Context, Damaged, Item, Pipeline, Rollout, Task, WriteFailed
 from tests.support.crashes import Trained, begin, finish, inline_pipeline, train
+from tests.support.disk import ScriptedFiles
 from tests.support.power import VolatileFiles
 from tests.support.runs import numbers
 
@@ -83,7 +84,7 @@ async def test_what_is_promised_is_there(tmp_path: Path, durability: str, lucky:
     target = str(tmp_path / "left")
     promised = await until_the_power_goes(str(tmp_path / "run"), target, when, durability, lucky)
     again = Clocked()
-    async with make(target, again, VolatileFiles()) as pipe:
+    async with make(target, again, ScriptedFiles()) as pipe:
         trained = Trained()
         await begin(pipe, trained=trained)
         await finish(pipe, trained, 2)
@@ -102,7 +103,7 @@ async def test_again_and_again_every_item_is_trained_once(tmp_path: Path, lucky:
         await until_the_power_goes(directory, target, chance.uniform(0.2, 5.0), durability, lucky)
         directory = target
     for _ in range(2):  # what was left out stays left out
-        async with make(directory, Clocked(), VolatileFiles()) as pipe:
+        async with make(directory, Clocked(), ScriptedFiles()) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             await finish(pipe, trained, 2)
@@ -117,7 +118,7 @@ async def test_what_was_synced_and_is_gone_is_damage(tmp_path: Path) -> None:
     await until_the_power_goes(str(tmp_path / "run"), target, 6.0, "power", lambda name: True)
     first = min(Path(target, "segments").iterdir())
     first.write_bytes(first.read_bytes()[:-300])
-    async with make(target, Clocked(), VolatileFiles()) as pipe:
+    async with make(target, Clocked(), ScriptedFiles()) as pipe:
         pipe.attach(trained=Trained())
         with pytest.raises(Damaged, match=r"000001-0000-000001\.fbs at byte"):
             await pipe.resume()
@@ -126,7 +127,7 @@ async def test_what_was_synced_and_is_gone_is_damage(tmp_path: Path) -> None:
 async def test_the_log_says_what_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = str(tmp_path / "left")
     await until_the_power_goes(str(tmp_path / "run"), target, 0.95, "kill", journals_alone)
-    async with make(target, Clocked(), VolatileFiles()) as pipe:
+    async with make(target, Clocked(), ScriptedFiles()) as pipe:
         pipe.attach(trained=Trained())
         resumed = await pipe.resume()
     assert resumed.set_aside > 0
@@ -146,7 +147,7 @@ async def test_a_quiet_run_is_synced_once_and_a_closed_one_is_whole(tmp_path: Pa
         await pipe.put("numbers", Rollout({"n": [60]}, reward=1.0))
     left = files.after_power_loss(directory, str(tmp_path / "left"))
     files.end()
-    async with make(left, again := Clocked(), VolatileFiles()) as pipe:
+    async with make(left, again := Clocked(), ScriptedFiles()) as pipe:
         await begin(pipe)
         assert pipe.ledger.count(3) == 61
     assert not again.ended

@@ -70,6 +70,11 @@ class ScriptedFiles(OsFiles):
         status = os.stat(file)
         return status.st_dev, status.st_ino
 
+    def end(self) -> None:
+        """Close what is open, as the kernel does when a process ends."""
+        while self.open:
+            os.close(self.open.pop())
+
     def makedirs(self, path: str) -> None:
         due = self._enter("makedirs")
         super().makedirs(path)

@@ -29,6 +29,25 @@ def commit(
     """Commit generation ``number`` with a trainer file and two small files that all say ``step``."""
     files = files or ScriptedFiles()
     writer = GenerationWriter(layout, files, number)
+    try:
+        stored = _commit(run, writer, files, step, link, state)
+    except BaseException:  # of a process that is killed the kernel closes the files
+        for handle in writer._unsynced:
+            os.close(handle)
+        raise
+    if keep is not None:
+        retire(layout, files, find_generations(layout, run.run_id).complete, keep)
+    return stored
+
+
+def _commit(
+    run: RunFile,
+    writer: GenerationWriter,
+    files: FilesLike,
+    step: int,
+    link: Stored | None,
+    state: dict[str, Any] | None,
+) -> Stored:
     writer.begin()
     if link is not None:
         info = next(info for info in link.manifest.files if info.path == "trainer/model.safetensors")
@@ -41,12 +60,11 @@ def commit(
         writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
     writer.add("consumer.json", b'{"step": %d}' % step)
     writer.add("files/deep/er.txt", b"step %d" % step)
-    stored = writer.commit(
-        Manifest(run_id=run.run_id, generation=number, step=step, files=sorted(writer.infos, key=lambda i: i.path))
+    return writer.commit(
+        Manifest(
+            run_id=run.run_id, generation=writer.number, step=step, files=sorted(writer.infos, key=lambda i: i.path)
+        )
     )
-    if keep is not None:
-        retire(layout, files, find_generations(layout, run.run_id).complete, keep)
-    return stored
 
 
 def says(stored: Stored) -> tuple[int, int, str, str]:

@@ -99,6 +99,7 @@ def test_a_payload_is_written_before_the_event_that_names_it(run: tuple[Layout, 
             writer.close()
         except OSError:
             assert len(files.calls) >= last
+        files.end()
         reader = PayloadReader(layout, marker.tag)
         names = layout.list_journals()
         found = events_of(layout, marker) if names else []

@@ -109,6 +109,7 @@ def test_nothing_is_acknowledged_that_was_not_written(
 
 
 def check_journal(life: Life) -> None:
+    life.files.end()
     if not life.layout.list_journals():
         assert life.acknowledged == 0
         return
