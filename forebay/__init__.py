@@ -55,6 +55,7 @@ from pipeline import SourceMark as SourceMark  # noqa: E402
 from pipeline import SourceMismatch as SourceMismatch  # noqa: E402
 from pipeline import Starved as Starved  # noqa: E402
 from pipeline import Stateful as Stateful  # noqa: E402
+from pipeline import Stopped as Stopped  # noqa: E402
 from pipeline import StoreError as StoreError  # noqa: E402
 from pipeline import Stream as Stream  # noqa: E402
 from pipeline import SyncPipeline as SyncPipeline  # noqa: E402

@@ -22,6 +22,7 @@ from pipeline.errors import RolloutFailed as RolloutFailed
 from pipeline.errors import RolloutInvalid as RolloutInvalid
 from pipeline.errors import SourceMismatch as SourceMismatch
 from pipeline.errors import Starved as Starved
+from pipeline.errors import Stopped as Stopped
 from pipeline.errors import StoreError as StoreError
 from pipeline.errors import UsageError as UsageError
 from pipeline.errors import WriteFailed as WriteFailed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
 import msgspec
@@ -168,6 +170,36 @@ def staleness_policy(given: StalenessPolicy | Mapping[str, Any]) -> StalenessPol
         raise ConfigError.of("staleness_policy", given, allowed) from None
 
 
+def check_signals(option: str, names: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers of signals.
+
+    Raises:
+        ConfigError: there is no such signal, or it cannot be handled.
+    """
+    numbers = []
+    for name in names:
+        number = getattr(signal, name, None) if name.startswith("SIG") else None
+        if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
+            raise ConfigError.of(option, name, "names of signals that can be handled are needed, such as 'SIGTERM'")
+        numbers.append(int(number))
+    return tuple(numbers)
+
+
+def calendar_time(given: float | str) -> float:
+    """Return a time in seconds since 1970.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        seconds = datetime.fromisoformat(given).timestamp() if isinstance(given, str) else float(given)
+    except (ValueError, OverflowError, OSError):
+        seconds = math.nan
+    if not abs(seconds) <= MOST:
+        raise ConfigError.of("stop_at", given, "seconds since 1970, or a time such as '2030-01-31T18:00', is needed")
+    return seconds
+
+
 class PipelineOptions(Options, frozen=True, kw_only=True):
     """Options of a :class:`~pipeline.Pipeline`."""
 
@@ -234,6 +266,20 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """Generations kept, counted by distinct steps. None: all."""
     keep_every: int | None = None
     """Beside those, the newest generation of every step that this divides stays for good."""
+    save_every: int | None = None
+    """Steps. A generation is committed when the weights have passed a multiple of it."""
+    save_every_s: float | None = None
+    """Seconds. A generation is committed that often, if the weights or what is not yet on the disk have changed."""
+    stop_at: float | str | None = None
+    """A time, in seconds since 1970 or as ISO 8601 text (local, unless it says otherwise), at which the run saves and
+    stops. Making the file ``stop`` in the run's folder does the same at once."""
+    signals: tuple[str, ...] | None = None
+    """Signals at which the run saves and stops. None: SIGTERM, where a directory is given and the pipeline is opened in
+    the main thread, as Python asks for."""
+    save_signals: tuple[str, ...] = ()
+    """Signals at which the run saves and goes on."""
+    grace_s: float = 30.0
+    """Seconds that a stop may take, as launchers grant them before they kill."""
     watchdog: float | None = 0.1
     """Seconds after which whoever holds the event loop is named in the log. None: off."""
     rank: int = 0
@@ -256,7 +302,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         for option in ("max_deaths", "max_rerolls", "rank"):
             self._at_least(option, 0)
         self._at_least("max_staleness", 0, none_ok=True)
-        for option in ("capacity", "keep", "keep_every", "batch_groups"):
+        for option in ("capacity", "keep", "keep_every", "batch_groups", "save_every"):
             self._at_least(option, 1, none_ok=True)
         if self.capacity is not None and self.batch_groups is not None and self.batch_groups > self.capacity:
             raise ConfigError(
@@ -268,6 +314,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
             raise ConfigError.of("evaluation_share", self.evaluation_share, "must be above 0 and at most 1")
         self._check_oversample()
         self._check_policy()
+        self._check_triggers()
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError.of("seed", self.seed, "must fit in 64 bits")
         if self.watchdog is not None and not (math.isfinite(self.watchdog) and self.watchdog > 0):
@@ -304,6 +351,33 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
             why = "a batch waits for its part of every task, which would be waiting for others to gather"
         if why is not None:
             raise ConfigError.of("staleness_policy", policy, why)
+
+    def _check_triggers(self) -> None:
+        for option in ("save_every_s", "grace_s"):
+            seconds = getattr(self, option)
+            if seconds is not None and not LEAST <= seconds <= MOST:
+                raise ConfigError.of(option, seconds, f"seconds from {LEAST:g} to {MOST:g} are needed")
+        stop, save = self.stop_signals, check_signals("save_signals", self.save_signals)
+        if set(stop) & set(save):
+            raise ConfigError.of("save_signals", self.save_signals, "a signal saves, or saves and stops")
+        if self.stop_at is not None:
+            calendar_time(self.stop_at)
+        if self.directory is None:
+            for option in ("save_every", "save_every_s", "save_signals"):
+                if getattr(self, option):
+                    raise ConfigError.of(option, getattr(self, option), "needs a directory")
+
+    @property
+    def stop_signals(self) -> tuple[int, ...]:
+        """Numbers of ``signals``."""
+        if self.signals is None:
+            return (signal.SIGTERM,) if self.directory is not None else ()
+        return check_signals("signals", self.signals)
+
+    @property
+    def stop_time(self) -> float | None:
+        """``stop_at`` in seconds since 1970."""
+        return None if self.stop_at is None else calendar_time(self.stop_at)
 
     @property
     def in_draw_order(self) -> bool:

@@ -25,6 +25,8 @@
 To add one: subclass the family that a caller would catch, draw it above, and write a message that says
 where, what was expected, what was found, and what to do next. Errors carry one message, so that they
 survive a trip between processes.
+
+:class:`Stopped` is no error, and outside the tree: a run that was asked to stop has saved, and leaves.
 """
 
 from __future__ import annotations
@@ -113,3 +115,24 @@ class Locked(StoreError):
 
 class WriteFailed(StoreError):
     """A write, fsync or rename failed; the cause is the operating system's error."""
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop and has saved; raised by the trainer's verb that was in progress, or by the next one.
+
+    Nothing needs to catch it: like ``sys.exit`` it ends the process, with ``code`` as its exit code: 128 plus the
+    number of the signal that asked (143 for SIGTERM), else 0.
+
+    Attributes:
+        reason: who asked.
+        step: the trainer's step of the generation.
+        generation: the newest generation, from which a resume goes on; None without a directory.
+    """
+
+    def __init__(self, code: int = 0, reason: str = "", step: int = 0, generation: int | None = None) -> None:
+        super().__init__(code)
+        self.reason, self.step, self.generation = reason, step, generation
+
+    def __str__(self) -> str:
+        where = "" if self.generation is None else f", generation {self.generation}"
+        return f"stopped at step {self.step}{where}: {self.reason}"

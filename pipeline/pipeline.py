@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
@@ -42,7 +41,6 @@ from pipeline.store.files import FilesLike
 from pipeline.task import Task
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.run import Run
-from pipeline.wiring.saving import Saving
 from pipeline.wiring.statistics import BatchStatistics, Statistics, take_statistics
 from pipeline.wiring.verbs import OutsideVerbs
 from pipeline.wiring.weights import Running
@@ -95,7 +93,12 @@ class Pipeline(OutsideVerbs):
     # -- opening and closing -----------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        await self._run.open()
+        self._run.take_signals()
+        try:
+            await self._run.open()
+        except BaseException:
+            self._run.give_signals_back(failed=True)
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -105,6 +108,8 @@ class Pipeline(OutsideVerbs):
             # An error that is already on its way out says more than what closing found.
             if exc[1] is None:
                 raise
+        finally:
+            self._run.give_signals_back(failed=exc[1] is not None)
 
     async def aclose(self) -> None:
         """Interrupt what runs, end the leases, write what is queued, free the folder. May be called from any task.
@@ -112,7 +117,10 @@ class Pipeline(OutsideVerbs):
         Raises:
             ForebayError: something failed in the background and no verb has raised it yet.
         """
-        await self._run.close()
+        try:
+            await self._run.close()
+        finally:
+            self._run.give_signals_back(failed=False)
 
     def sync(self) -> SyncPipeline:
         """Return the same pipeline for scripts that do not await: ``with Pipeline(...).sync() as pipe:``."""
@@ -151,13 +159,16 @@ class Pipeline(OutsideVerbs):
             StoreError: there is no generation of ``step``, or no run in ``from_``.
             UsageError: other names are attached than were saved, another seed, or resumed or started before.
         """
+        await self._honour()
         found = await self._run.find(step, restart, None if from_ is None else os.fspath(from_))
         if found is None:
             return Resumed()
         self._run.check_sources(found, restart)
         for name, each in self._run.attached.items():
             each.load_state_dict(found.recovered.states[name])
-        return await self._run.take_over(found, restart)
+        resumed = await self._run.take_over(found, restart)
+        await self._honour()
+        return resumed
 
     async def start(self, *, weights_current: bool = False) -> None:
         """Let rollouts run. In an empty directory generation 0 is committed first.
@@ -169,14 +180,12 @@ class Pipeline(OutsideVerbs):
             UsageError: the directory holds a run and ``resume`` was not called; or no weight update has set the
                 restored version.
         """
-        if await self._run.prepare_start(weights_current) and await self._run.acquire_saver():
-            try:
-                capture = self._run.begin_first(self._run.capture_states())
-                await self._run.in_thread(partial(self._run.write_trainer, capture))
-            except BaseException:
-                self._run.release_saver()
-                raise
-            await self._run.commit(capture)
+        await self._honour()
+        if await self._run.prepare_start(weights_current):
+            async with self._saving(None, "start") as capture:
+                pass
+            await self._leave(capture.request, capture.saving)
+        await self._honour()
         self._run.produce()
 
     # -- batches ---------------------------------------------------------------------------------------------------
@@ -195,6 +204,9 @@ class Pipeline(OutsideVerbs):
             Starved: nothing that could still be produced would be accepted.
             UsageError: not started.
         """
+        return await self._unless_asked(lambda: self._next_batch(groups))
+
+    async def _next_batch(self, groups: int) -> Batch:
         self._run.require_open()
         if not self._run.started:
             raise UsageError("get_batch() comes after start()")
@@ -224,11 +236,8 @@ class Pipeline(OutsideVerbs):
                     return
                 raise
             yield batch
-            self._ack_if_leased(batch)
-
-    def _ack_if_leased(self, batch: Batch) -> None:
-        if not batch.released and batch.step in self._run.state.ledger.leases:
-            self._run.consumer.ack(batch.step)
+            self._run.ack_if_leased(batch)
+            await self._honour()
 
     async def ack(self, step: int) -> None:
         """Note that the weights include every batch up to ``step``.
@@ -237,7 +246,8 @@ class Pipeline(OutsideVerbs):
             UsageError: ``step`` was never handed out, or lies before what is trained already.
         """
         self._run.require_open()
-        self._run.consumer.ack(step)
+        self._run.ack(step)
+        await self._honour(known=True)
 
     def release(self, batch: Batch) -> None:
         """Give a batch back untrained: its groups are buffered again."""
@@ -261,7 +271,7 @@ class Pipeline(OutsideVerbs):
         If the body raises, the weights are in doubt, and nothing starts until an update succeeds.
         """
         self._run.require_open()
-        await self._run.weights.begin(version, running)
+        await self._unless_asked(lambda: self._run.weights.begin(version, running), stop_only=True)
         try:
             yield
         except BaseException as error:
@@ -273,64 +283,6 @@ class Pipeline(OutsideVerbs):
     def version(self) -> int:
         """Version of the weights that rollouts are made with."""
         return self._run.state.version
-
-    async def save(self, step: int, *, replay_buffer: bool = True) -> Saving:
-        """Commit a generation: the weights include every batch up to ``step``, which is acked in the same commit.
-
-        Rollouts go on. Returns once the trainer's tensors have been read, so that they may change; the rest is written
-        beside the trainer, and an error there is raised by the next verb (or by ``committed()`` of what is returned).
-        Without a directory, it only acks.
-
-        Args:
-            step: the trainer's step.
-            replay_buffer: False saves a list of what has not been trained instead of the rollouts: after a resume all
-                of it is drawn again, oldest first. Such a generation needs neither journals nor segments.
-
-        Raises:
-            UsageError: ``step`` was never handed out, or something attached cannot be stored.
-            WriteFailed: it could not be written; the generations before it stand, and a retry may work.
-        """
-        if not await self._run.acquire_saver():
-            return self._run.memory_save(step)
-        try:
-            capture = self._run.begin_save(step, "save", self._run.capture_states(), replay_buffer=replay_buffer)
-            await self._run.in_thread(partial(self._run.write_trainer, capture))
-        except BaseException:
-            self._run.release_saver()
-            raise
-        return self._run.commit_later(capture)
-
-    @asynccontextmanager
-    async def checkpoint(self, step: int) -> AsyncIterator[str]:
-        """Like ``save``, and the files that the body writes into the folder it gets are committed with the rest.
-
-        ::
-
-            async with pipe.checkpoint(step) as folder:
-                dcp.save(state, checkpoint_id=folder)
-
-        A body that raises commits nothing.
-
-        Raises:
-            UsageError: there is no directory, or ``step`` was never handed out.
-            WriteFailed: it could not be written.
-        """
-        if not await self._run.acquire_saver():
-            raise UsageError("checkpoint() needs a directory")
-        try:
-            capture = self._run.begin_save(step, "checkpoint", self._run.capture_states())
-            await self._run.in_thread(partial(self._run.write_trainer, capture))
-            folder = os.path.join(capture.writer.folder, "files")
-            os.makedirs(folder)
-            try:
-                yield folder
-            except BaseException:
-                capture.abandon()
-                raise
-        except BaseException:
-            self._run.release_saver()
-            raise
-        await self._run.commit(capture)
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from pipeline.buffer import Batch
+from pipeline.checkpoint.triggers import CheckpointRequest, Then
 from pipeline.errors import ClosedError, EndOfSource, ForebayError
 from pipeline.ledger import Ledger
 from pipeline.records import Rollout
@@ -22,7 +23,7 @@ from pipeline.sampler import Progress
 from pipeline.task import Task
 from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.resuming import Resumed
-from pipeline.wiring.saving import Saving
+from pipeline.wiring.saving import Capture, Saving
 from pipeline.wiring.statistics import Statistics
 from pipeline.wiring.weights import Running
 
@@ -61,21 +62,28 @@ class SyncPipeline:
         self._portal: BlockingPortal | None = None
 
     def __enter__(self) -> Self:
-        self._portal_context = start_blocking_portal("asyncio", name="forebay loop")
-        self._portal = self._portal_context.__enter__()
+        self._run.take_signals()
         try:
-            self._call(self._run.open)
+            self._portal_context = start_blocking_portal("asyncio", name="forebay loop")
+            self._portal = self._portal_context.__enter__()
+            try:
+                self._call(self._run.open)
+            except BaseException:
+                self._stop_loop()
+                raise
         except BaseException:
-            self._stop_loop()
+            self._run.give_signals_back(failed=True)
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self.close()
+            self._close()
         except ForebayError:
             if exc[1] is None:
                 raise
+        finally:
+            self._run.give_signals_back(failed=exc[1] is not None)
 
     def close(self) -> None:
         """Interrupt what runs, end the leases, write what is queued, free the folder, and end the thread.
@@ -83,6 +91,12 @@ class SyncPipeline:
         Raises:
             ForebayError: something failed in the background and no verb has raised it yet.
         """
+        try:
+            self._close()
+        finally:
+            self._run.give_signals_back(failed=False)
+
+    def _close(self) -> None:
         if self._portal is None:
             return
         try:
@@ -122,31 +136,33 @@ class SyncPipeline:
         self, step: int | None = None, *, from_: str | os.PathLike[str] | None = None, restart: Sequence[str] = ()
     ) -> Resumed:
         """See :meth:`pipeline.Pipeline.resume`. Attached objects are loaded on this thread."""
+        self._honour()
         found = self._call(self._run.find, step, restart, None if from_ is None else os.fspath(from_))
         if found is None:
             return Resumed()
         self._do(self._run.check_sources, found, restart)
         for name, each in self._run.attached.items():
             each.load_state_dict(found.recovered.states[name])
-        return self._call(self._run.take_over, found, restart)
+        resumed = self._call(self._run.take_over, found, restart)
+        self._honour()
+        return resumed
 
     def start(self, *, weights_current: bool = False) -> None:
         """See :meth:`pipeline.Pipeline.start`."""
-        if self._call(self._run.prepare_start, weights_current) and self._call(self._run.acquire_saver):
-            try:
-                capture = self._do(self._run.begin_first, self._run.capture_states())
-                self._run.write_trainer(capture)
-            except BaseException:
-                self._do(self._run.release_saver)
-                raise
-            self._call(self._run.commit, capture)
+        self._honour()
+        if self._call(self._run.prepare_start, weights_current):
+            capture = self._capture(None, "start")
+            assert capture is not None
+            self._call(self._run.saves.commit, capture)
+            self._leave(capture.request, capture.saving)
+        self._honour()
         self._do(self._run.produce)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
     def get_batch(self, groups: int) -> Batch:
         """See :meth:`pipeline.Pipeline.get_batch`."""
-        batch = self._call(self._pipe.get_batch, groups)
+        batch = self._unless_asked(lambda: self._pipe._next_batch(groups))
         batch._release = lambda step: self._do(self._run.consumer.release, step)
         return batch
 
@@ -160,11 +176,14 @@ class SyncPipeline:
                     return
                 raise
             yield batch
-            self._do(self._pipe._ack_if_leased, batch)
+            self._do(self._run.ack_if_leased, batch)
+            self._honour()
 
     def ack(self, step: int) -> None:
         """See :meth:`pipeline.Pipeline.ack`."""
-        self._call(self._pipe.ack, step)
+        self._do(self._run.require_open)
+        self._do(self._run.ack, step)
+        self._honour(known=True)
 
     def release(self, batch: Batch) -> None:
         """Give a batch back untrained: its groups are buffered again."""
@@ -176,7 +195,7 @@ class SyncPipeline:
     def weight_update(self, version: int, running: Running | None = None) -> Iterator[None]:
         """See :meth:`pipeline.Pipeline.weight_update`."""
         self._do(self._run.require_open)
-        self._call(self._run.weights.begin, version, running)
+        self._unless_asked(lambda: self._run.weights.begin(version, running), stop_only=True)
         end = self._run.weights.end
         try:
             yield
@@ -193,28 +212,83 @@ class SyncPipeline:
 
     def save(self, step: int, *, replay_buffer: bool = True) -> SyncSaving:
         """See :meth:`pipeline.Pipeline.save`. The trainer's tensors are read on this thread."""
-        if not self._call(self._run.acquire_saver):
-            return SyncSaving(self._do(self._run.memory_save, step), self._call)
+        self._do(self._run.require_open)
+        return self._save(step, "save", replay_buffer=replay_buffer)
+
+    def _save(self, step: int | None, reason: str, *, replay_buffer: bool = True) -> SyncSaving:
+        capture = self._capture(step, reason, replay_buffer=replay_buffer)
+        if capture is None:
+            assert step is not None
+            request, saving = self._do(self._run.saves.memory_save, step)
+        else:
+            request, saving = capture.request, self._do(self._run.commit_later, capture)
+        self._leave(request, saving)
+        return SyncSaving(saving, self._call)
+
+    def _capture(self, step: int | None, reason: str, *, replay_buffer: bool = True) -> Capture | None:
+        """Begin a generation and write the trainer's part of it, on this thread. None without a directory."""
+        saves, capture = self._run.saves, None
+        if not self._call(saves.acquire):
+            return None
         try:
-            states = self._run.capture_states()
-            capture = self._do(partial(self._run.begin_save, step, "save", states, replay_buffer=replay_buffer))
-            self._run.write_trainer(capture)
+            states = saves.capture_states()
+            capture = self._do(partial(saves.begin, step, reason, states, replay_buffer=replay_buffer))
+            saves.write_trainer(capture)
         except BaseException:
-            self._do(self._run.release_saver)
+            self._do(saves.fail, capture)
             raise
-        return SyncSaving(self._do(self._run.commit_later, capture), self._call)
+        return capture
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[str]:
         """See :meth:`pipeline.Pipeline.checkpoint`."""
-        context = self._pipe.checkpoint(step)
-        folder = self._call(context.__aenter__)
+        self._do(self._run.require_open)
+        self._run.saves.own_files = True
+        context = self._pipe._saving(step, "checkpoint")
+        capture = self._call(context.__aenter__)
         try:
-            yield folder
+            yield capture.own_folder()
         except BaseException as error:
             self._call(context.__aexit__, type(error), error, error.__traceback__)
             raise
         self._call(context.__aexit__, None, None, None)
+        self._leave(capture.request, capture.saving)
+
+    # -- when a trigger asks for a checkpoint ----------------------------------------------------------------------
+
+    def request_save(self, reason: str = "request", *, then: Then = "continue", within: float | None = None) -> None:
+        """See :meth:`pipeline.Pipeline.request_save`. May be called from any thread."""
+        self._do(partial(self._pipe.request_save, reason, then=then, within=within))
+
+    def save_due(self, step: int) -> bool:
+        """See :meth:`pipeline.Pipeline.save_due`."""
+        return self._do(self._pipe.save_due, step)
+
+    def _honour(self, *, known: bool = False, waits: bool = False) -> None:
+        run = self._run
+        if self._portal is None or (run.triggers.pending is None and not run.triggers.signalled):
+            return
+        while (request := self._do(partial(run.triggers.heard, known=known, waits=waits))) is not None:
+            answer = run.saves.answer(request, known=run.triggers.known or known)
+            if answer == "leave":
+                return
+            if answer == "save":
+                self._save(None, request.reason)
+            else:
+                self._leave(self._do(run.triggers.take), None)
+
+    def _leave(self, request: CheckpointRequest | None, saving: Saving | None) -> None:
+        # Raised here and not on the loop, which it would end.
+        stopped = self._call(self._run.saves.settle, request, saving)
+        if stopped is not None:
+            raise stopped
+
+    def _unless_asked(self, wait: Callable[[], Awaitable[T]], *, stop_only: bool = False) -> T:
+        while True:
+            self._honour(waits=not stop_only)
+            got = self._call(partial(self._run.triggers.unless_asked, wait, stop_only=stop_only))
+            if got is not None:
+                return got[0]
 
     # -- not only training -----------------------------------------------------------------------------------------
 
@@ -247,7 +321,8 @@ class SyncPipeline:
         samples: int = 1,
     ) -> Evaluation:
         """See :meth:`pipeline.Pipeline.evaluate`."""
-        return self._call(lambda: self._pipe.evaluate(task, version, items=items, samples=samples))
+        evaluate = self._run.evaluate
+        return self._unless_asked(lambda: evaluate(task, version, items, samples), stop_only=True)
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 

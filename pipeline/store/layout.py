@@ -59,6 +59,7 @@ class Layout:
         self.directory = os.path.abspath(directory)
         self.run_file = os.path.join(self.directory, RUN_FILE)
         self.lock_file = os.path.join(self.directory, LOCK_FILE)
+        self.stop_file = os.path.join(self.directory, "stop")
         self.journals = os.path.join(self.directory, "journals")
         self.segments = os.path.join(self.directory, "segments")
         self.generations = os.path.join(self.directory, "generations")

@@ -7,6 +7,7 @@ and belong to the trainer's thread; the rest belongs to the event loop.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
@@ -16,9 +17,10 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
-from pipeline.checkpoint.trainer_state import CapturedState
+from pipeline.buffer import Batch
+from pipeline.checkpoint.triggers import SignalTrap
 from pipeline.clock import running_clock
-from pipeline.config import PipelineOptions
+from pipeline.config import PipelineOptions, check_signals
 from pipeline.engines import LocalEngine
 from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError
 from pipeline.interfaces import Engine, Stateful
@@ -32,6 +34,7 @@ from pipeline.store.service import WriterService
 from pipeline.store.writer import StoreWriter
 from pipeline.supervisor import Supervisor, root_cause
 from pipeline.task import StreamSource, Task
+from pipeline.wiring.checkpointing import Checkpointing
 from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
@@ -51,8 +54,9 @@ from pipeline.wiring.resuming import (
     opening,
     settle,
 )
-from pipeline.wiring.saving import Capture, Saver, Saving, link_trainer
+from pipeline.wiring.saving import OWN_FILES, Capture, Saver, Saving, link_trainer
 from pipeline.wiring.state import RunState
+from pipeline.wiring.triggering import Triggers
 from pipeline.wiring.weights import Weights
 
 T = TypeVar("T")
@@ -81,18 +85,47 @@ class Run:
         waits = options.staleness_policy == "wait" and not options.in_draw_order
         self.producer.pacing = self.consumer.pacing = Pacing(self.state) if waits else None
         self.weights = Weights(self.state, self.producer, self._the_pool, self.producer.pacing)
-        self.attached: dict[str, Stateful] = {}
         self.started = False
         self._files = files or OsFiles()
         self._engine = engine or LocalEngine()
         self._inline, self._eager = bool(inline), inline == "eager"
         self._folder = RunFolder(options.directory, self._files) if options.directory is not None else None
         self._saver = Saver(self.state, self._files, self._folder.layout, self.in_thread) if self._folder else None
+        stop_file = self._folder.layout.stop_file if self._folder else None
+        self.triggers = Triggers(self.state, stop_file)
+        self.triggers.on_stop = self.weights.hurry
+        self.saves = Checkpointing(
+            self.state, self.consumer, self._saver, self.triggers, self._files, self.in_thread, stop_file
+        )
+        self.attached = self.saves.attached
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
 
     # -- opening and closing -----------------------------------------------------------------------------------
+
+    def take_signals(self) -> None:
+        """Listen to signals from here on, if this is the thread that may.
+
+        Raises:
+            UsageError: it is not, and the options name signals.
+        """
+        options = self.options
+        stop, save = options.stop_signals, check_signals("save_signals", options.save_signals)
+        if self._inline or not stop + save:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            if options.signals or save:
+                raise UsageError("signals= and save_signals= need a pipeline that is opened in the main thread")
+            return
+        self.triggers.trap = SignalTrap(stop, save)
+        self.triggers.trap.install()
+
+    def give_signals_back(self, *, failed: bool) -> None:
+        """Undo :meth:`take_signals`; what asked to stop and was not heard is sent again, unless an error leaves."""
+        trap, self.triggers.trap = self.triggers.trap, None
+        if trap is not None:
+            trap.remove(again=not failed and (self.triggers.stopping or trap.arrived))
 
     async def open(self) -> None:
         """Take the folder's lock and start the supervisor. Nothing is produced yet."""
@@ -132,6 +165,7 @@ class Run:
                         async with pool:
                             self._pool = pool
                             self.producer.open(pool)
+                            self.triggers.begin(group, watch=not self._inline)
                             ready()
                             await self._supervisor.stopping.wait()
                     if self._saver is not None:
@@ -273,6 +307,8 @@ class Run:
             saver.release()
             raise
         await saver.finish(capture)
+        self.triggers.saved(state.ledger.step)
+        self.saves.own_files = any(info.path.startswith(OWN_FILES + "/") for info in found.stored.manifest.files)
         resumed = describe(state, found)
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
@@ -398,63 +434,22 @@ class Run:
             written=self.outside.written,
         )
 
-    # -- saving ----------------------------------------------------------------------------------------------------
+    # -- what both forms use ---------------------------------------------------------------------------------------
 
-    def capture_states(self) -> list[CapturedState]:
-        """Read what is attached; on the trainer's thread."""
-        return [CapturedState(name, each.state_dict()) for name, each in self.attached.items()]
-
-    def write_trainer(self, capture: Capture) -> None:
-        """Write the trainer's tensors. Blocks."""
-        capture.write_trainer(self._files)
-
-    async def acquire_saver(self) -> bool:
-        """Wait for the generation before. Returns whether there is a directory to save in."""
-        self.require_open()
-        if self._saver is None:
-            return False
-        if self.state.writer is None:
-            raise UsageError("save() comes after start()")
-        await self._saver.acquire()
-        return True
-
-    def release_saver(self) -> None:
-        """Give up a save that failed before it was captured or written."""
-        if self._saver is not None:
-            self._saver.release()
-
-    def begin_save(
-        self, step: int, reason: str, states: Sequence[CapturedState], *, replay_buffer: bool = True
-    ) -> Capture:
-        """Ack ``step`` and capture everything, in one window."""
-        assert self._saver is not None
+    def ack(self, step: int) -> None:
+        """Note that the weights include every batch up to ``step``; a generation may be due by that."""
         self.consumer.ack(step)
-        return self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer)
+        self.triggers.passed(self.state.ledger.step)
 
-    def begin_first(self, states: Sequence[CapturedState]) -> Capture:
-        """Capture generation 0."""
-        assert self._saver is not None
-        return self._saver.begin("start", states, list(self.attached))
+    def ack_if_leased(self, batch: Batch) -> None:
+        """What the next of ``batches`` does with the one before."""
+        if not batch.released and batch.step in self.state.ledger.leases:
+            self.ack(batch.step)
 
     def commit_later(self, capture: Capture) -> Saving:
         """Leave the rest of a save to a task beside the trainer."""
-        assert self._saver is not None
         assert self._group is not None
-        self._group.start_soon(self._saver.finish_later, capture, name="forebay commit")
-        return capture.saving
-
-    async def commit(self, capture: Capture) -> Saving:
-        """Do the rest of a save now."""
-        assert self._saver is not None
-        await self._saver.finish(capture)
-        return capture.saving
-
-    def memory_save(self, step: int) -> Saving:
-        """``save`` without a directory: the ack alone."""
-        self.consumer.ack(step)
-        saving = Saving(None, step)
-        saving.end()
-        return saving
+        return self.saves.commit_later(capture, self._group)
 
     @property
     def pool(self) -> Pool | None:

@@ -17,6 +17,7 @@ import msgspec
 from pipeline.checkpoint.generations import GenerationWriter, Stored, find_generations, retire
 from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
+from pipeline.checkpoint.triggers import CheckpointRequest
 from pipeline.errors import ForebayError, WriteFailed
 from pipeline.observe import events
 from pipeline.sampler.progress import encode_progress, rolled_back
@@ -29,6 +30,9 @@ from pipeline.waiting import Signal
 from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, encode_inherited, inherit, totals_anew
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
 from pipeline.wiring.state import RunState, window_marks
+
+OWN_FILES = "files"
+"""Folder of a generation for what the body of ``checkpoint`` writes."""
 
 
 class Saving:
@@ -66,6 +70,8 @@ class Capture:
         self.small: dict[str, bytes] = {}
         self.states: list[CapturedState] = []
         self.links: list[tuple[str, FileInfo]] = []
+        self.request: CheckpointRequest | None = None
+        """What triggers had asked for, and this generation answers."""
 
     def write_trainer(self, files: FilesLike) -> None:
         """Write what reads the trainer's tensors. Blocks.
@@ -91,6 +97,12 @@ class Capture:
             self.abandon()
             raise
 
+    def own_folder(self) -> str:
+        """Make the folder for files that somebody else writes into the generation. Blocks."""
+        folder = os.path.join(self.writer.folder, OWN_FILES)
+        os.makedirs(folder)
+        return folder
+
     def abandon(self) -> None:
         """Remove what was written aside, as far as the disk lets us; the next commit tries again."""
         try:
@@ -109,6 +121,8 @@ class Saver:
         self._failed: ForebayError | None = None
         self.committed = False
         """Whether this incarnation has committed a generation."""
+        self.captured_step = -1
+        """The step of the newest generation that is committed or being written."""
         self.parent = -1
         self.base = 0
         """The incarnation in which this line inherited its state, if it did."""
@@ -159,6 +173,7 @@ class Saver:
         )
         writer = GenerationWriter(self._layout, self._files, number)
         self.next_generation += 1
+        self.captured_step = state.ledger.step
         capture = Capture(writer, Saving(number, state.ledger.step), manifest, state.writer.writer.sequence)
         capture.states = list(states)
         half, progress = state.consumer_half(), state.refresh_progress()
@@ -188,7 +203,7 @@ class Saver:
                 journals, segments = [msgspec.structs.replace(each, bytes=0) for each in journals], []
             stored: Stored = await self._in_thread(lambda: self._commit(capture, journals, segments))
         except BaseException as error:
-            saving = capture.saving
+            saving, self.captured_step = capture.saving, -1
             state.log.error(events.GENERATION_FAILED, generation=saving.generation, step=saving.step, error=str(error))
             with anyio.CancelScope(shield=True):
                 await self._in_thread(capture.abandon)

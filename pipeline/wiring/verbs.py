@@ -11,16 +11,14 @@ from typing import Any
 from pipeline.records import Rollout
 from pipeline.task import Task
 from pipeline.wiring.evaluations import Evaluation
-from pipeline.wiring.run import Run
+from pipeline.wiring.saving_verbs import SavingVerbs
 
 
-class OutsideVerbs:
+class OutsideVerbs(SavingVerbs):
     """What a pipeline does besides its own rollouts. Each verb happens as a whole, or raises and changes nothing.
 
     They return once what happened is written (``durability``); cancelled in that wait, they have happened all the same.
     """
-
-    _run: Run
 
     async def reward(self, uid: int, value: float, member: int = 0, *, attempt: int | None = None) -> None:
         """Give a rollout that its runner parked (``ctx.park()``) the reward that it waits for.
@@ -131,4 +129,5 @@ class OutsideVerbs:
             Starved: the last ``weight_update`` failed, and nothing can start.
             UsageError: not started, or a ``weight_update`` is open.
         """
-        return await self._run.evaluate(task, version, items, samples)
+        evaluate = self._run.evaluate
+        return await self._unless_asked(lambda: evaluate(task, version, items, samples), stop_only=True)

@@ -24,6 +24,7 @@ class Weights:
         self._state, self._producer, self._pool, self._pacing = state, producer, pool, pacing
         self._required: int | None = None
         self._open = False
+        self._hurried = self._draining = False
 
     @property
     def updating(self) -> bool:
@@ -85,17 +86,27 @@ class Weights:
                 await self._wait_for_the_old(self._pacing, version)
             self._producer.paused = True
             pool = self._pool()
-            if running == "abort":
+            if running == "abort" or (running == "finish" and self._hurried):
                 pool.abort("weight update")
             if running != "keep":
+                self._draining = True
                 await pool.drained()
+                self._draining = False
                 self._producer.sort_ready()
         except BaseException:
+            self._draining = False
             # Nothing was pushed: rollouts go on with the weights that there are.
             self._state.updating = False
             self.reopen()
             self._state.changed.notify()
             raise
+
+    def hurry(self) -> None:
+        """The run is about to stop: nobody waits any more for rollouts to end, which are cut then anyway."""
+        self._hurried = True
+        if self._draining:
+            self._pool().abort("stopping")
+        self._state.changed.notify()
 
     async def _wait_for_the_old(self, pacing: Pacing, version: int) -> None:
         """Wait until whatever ``version`` would put past its bound has finished; others start and end meanwhile.
@@ -104,7 +115,7 @@ class Weights:
         """
         state, producer = self._state, self._producer
         await state.changed.wait_for(
-            lambda: producer.paused or state.failure is not None or not pacing.outdated_by(version)
+            lambda: producer.paused or self._hurried or state.failure is not None or not pacing.outdated_by(version)
         )
 
     def end(self, version: int, error: BaseException | None, *, failed: bool) -> None:

@@ -96,6 +96,7 @@ def train(directory: str, *, seed: int, steps: int, report: Reports, stop: Stop,
         concurrency=plan.CONCURRENCY,
         capacity=plan.CAPACITY,
         seed=seed,
+        signals=(),  # the process that supervises this one hears them, and tells it
         keep=None,  # the audit follows the line of checkpoints back to the first
     )
     with Pipeline(cartpole, options).sync() as pipe:

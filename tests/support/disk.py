@@ -59,6 +59,10 @@ class ScriptedFiles(OsFiles):
         if due:
             raise self._error()
 
+    def fail_next(self) -> None:
+        """Let the next call fail, and that one alone."""
+        self._fail_at = len(self.calls) + 1
+
     def _lose_power(self) -> None:
         for where, _, names in os.walk(os.path.dirname(self._root)):
             for name in names:

@@ -1,0 +1,155 @@
+"""The verbs that make generations, in pieces that both forms of the pipeline use.
+
+What touches the trainer's objects (``capture_states``, ``write_trainer``) is synchronous and belongs to the trainer's
+thread; the rest belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import anyio.abc
+
+from pipeline.checkpoint.trainer_state import CapturedState
+from pipeline.checkpoint.triggers import CheckpointRequest
+from pipeline.errors import Stopped, UsageError
+from pipeline.interfaces import Stateful
+from pipeline.observe import events
+from pipeline.store.files import FilesLike
+from pipeline.store.service import RunBlocking
+from pipeline.wiring.consuming import Consumer
+from pipeline.wiring.saving import Capture, Saver, Saving
+from pipeline.wiring.state import RunState
+from pipeline.wiring.triggering import STOP_FILE, Triggers
+
+
+class Checkpointing:
+    """Saves when it is told to, by the trainer or by a trigger."""
+
+    def __init__(
+        self,
+        state: RunState,
+        consumer: Consumer,
+        saver: Saver | None,
+        triggers: Triggers,
+        files: FilesLike,
+        in_thread: RunBlocking[Any],
+        stop_file: str | None,
+    ) -> None:
+        self._state, self._consumer, self._saver, self.triggers = state, consumer, saver, triggers
+        self._files, self._in_thread, self._stop_file = files, in_thread, stop_file
+        self.attached: dict[str, Stateful] = {}
+        self.own_files = False
+        """Whether generations of this run hold files that only the trainer can write."""
+        self._left: CheckpointRequest | None = None
+
+    # -- a generation, piece by piece -------------------------------------------------------------------------------
+
+    def capture_states(self) -> list[CapturedState]:
+        """Read what is attached; on the trainer's thread."""
+        return [CapturedState(name, each.state_dict()) for name, each in self.attached.items()]
+
+    def write_trainer(self, capture: Capture) -> None:
+        """Write the trainer's tensors. Blocks."""
+        capture.write_trainer(self._files)
+
+    async def acquire(self) -> bool:
+        """Wait for the generation before. Returns whether there is a directory to save in."""
+        if self._saver is None:
+            return False
+        if self._state.writer is None:
+            raise UsageError("save() comes after start()")
+        await self._saver.acquire()
+        return True
+
+    def fail(self, capture: Capture | None) -> None:
+        """Give up a save that failed before it was captured or written. What triggers asked for still stands."""
+        if self._saver is not None:
+            self._saver.release()
+            if capture is not None:
+                self._saver.captured_step = -1
+                self.triggers.give_back(capture.request)
+
+    def begin(
+        self, step: int | None, reason: str, states: Sequence[CapturedState], *, replay_buffer: bool = True
+    ) -> Capture:
+        """Ack ``step``, if there is one, and capture everything, in one window. What triggers asked for is in it."""
+        assert self._saver is not None
+        if step is not None:
+            self._consumer.ack(step)
+        capture = self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer)
+        self.triggers.saved(self._state.ledger.step)
+        capture.request = self.triggers.take()
+        return capture
+
+    def commit_later(self, capture: Capture, group: anyio.abc.TaskGroup) -> Saving:
+        """Leave the rest of a save to a task beside the trainer."""
+        assert self._saver is not None
+        group.start_soon(self._saver.finish_later, capture, name="forebay commit")
+        return capture.saving
+
+    async def commit(self, capture: Capture) -> Saving:
+        """Do the rest of a save now."""
+        assert self._saver is not None
+        await self._saver.finish(capture)
+        return capture.saving
+
+    def memory_save(self, step: int) -> tuple[CheckpointRequest | None, Saving]:
+        """``save`` without a directory: the ack alone. Returns what triggers had asked for as well."""
+        self._consumer.ack(step)
+        saving = Saving(None, step)
+        saving.end()
+        return self.triggers.take(), saving
+
+    # -- what triggers ask for ----------------------------------------------------------------------------------------
+
+    def answer(self, request: CheckpointRequest, *, known: bool) -> Literal["save", "settle", "leave"]:
+        """Say what is to become of ``request``.
+
+        ``save``: a generation is to be made. ``settle``: the newest one says the same already, or there can be none;
+        rollouts that have finished since are in the journal, unless they are kept in memory until a save. ``leave``:
+        the trainer is to make it.
+        """
+        saver, state = self._saver, self._state
+        if saver is None or state.writer is None or not known:
+            return "settle"
+        if state.writing and saver.captured_step == state.ledger.step:
+            return "settle"
+        if not self.own_files:
+            return "save"
+        if request is not self._left:
+            self._left = request
+            state.log.warning(events.CHECKPOINT_LEFT, reason=request.reason)
+        return "leave" if request.then == "continue" else "settle"
+
+    async def settle(self, request: CheckpointRequest | None, saving: Saving | None) -> Stopped | None:
+        """End a request that ``saving`` was made for, or that needed none. Returns what a stop is to raise.
+
+        Raises:
+            WriteFailed: the generation could not be written; the request stands.
+        """
+        if request is None or request.then != "stop":
+            return None
+        try:
+            if saving is not None:
+                await saving.committed()
+            elif self._saver is not None:
+                await self._saver.idle()
+                self._saver.raise_failed()
+        except BaseException:
+            self.triggers.give_back(request)
+            raise
+        if STOP_FILE in request.reason and self._stop_file is not None:
+            await self._in_thread(self._remove_stop_file)
+        generation = self._saver.parent if self._saver is not None and self._saver.committed else None
+        step = self._state.ledger.step
+        self._state.log.info(events.RUN_STOPPED, reason=request.reason, step=step, generation=generation)
+        return Stopped(request.code, request.reason, step, generation)
+
+    def _remove_stop_file(self) -> None:
+        assert self._stop_file is not None
+        with suppress(FileNotFoundError):
+            os.unlink(self._stop_file)

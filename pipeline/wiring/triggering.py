@@ -1,0 +1,228 @@
+"""Triggers: what asks for a checkpoint while the trainer is busy, and when it is heard.
+
+Requests of all kinds become one, which waits for a verb of the trainer's that says what the weights hold. A trainer
+that waits meanwhile, with nothing leased, is let go for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from pipeline.checkpoint.triggers import CheckpointRequest, SignalTrap, Then
+from pipeline.errors import ConfigError, ForebayError
+from pipeline.observe import events
+from pipeline.records import Closed
+from pipeline.waiting import Signal
+from pipeline.wiring.state import RunState
+
+T = TypeVar("T")
+
+STOP_FILE = "stop file"
+LOOK_EVERY_S = 1.0
+"""How often the stop file is looked for. It is looked for, as no notice reaches a machine whose shared file system
+another one wrote to."""
+
+
+class Triggers:
+    """Requests of one run, up to the moment when they are honoured. Belongs to the event loop."""
+
+    def __init__(self, state: RunState, stop_file: str | None) -> None:
+        self._state, self._stop_file = state, stop_file
+        self.pending: CheckpointRequest | None = None
+        self.late = False
+        """Whether a stop's deadline is over: nobody waits for a batch any more, even if the weights are not known."""
+        self.trap: SignalTrap | None = None
+        self.on_stop: Callable[[], None] = lambda: None
+        self._told = False
+        self._waits: list[tuple[anyio.CancelScope, bool]] = []
+        self._changed = Signal()
+        self._turn = 0
+        self._stop_time: float | None = None
+        self._save_due: float | None = None
+        self._saved_step = 0
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def ask(self, reason: str, then: Then = "continue", *, within: float | None = None, code: int = 0) -> None:
+        """Ask for a generation; requests that wait become one."""
+        state = self._state
+        within = state.options.grace_s if within is None else within
+        request = CheckpointRequest(reason=reason, deadline=state.clock.now() + within, then=then, code=code)
+        before, self.pending = self.pending, request if self.pending is None else self.pending.joined(request)
+        if self.pending == before:
+            return
+        state.log.info(events.CHECKPOINT_REQUESTED, reason=reason, then=then, within=within)
+        if self.stopping and not self._told:
+            self._told = True
+            if state.writer is not None:
+                # Should the launcher lose its patience, the kill that follows is no death of an item's making.
+                state.record(Closed(state.clock.wall()))
+            self.on_stop()
+        self._wake()
+        self._let_go()
+
+    def hear(self) -> None:
+        """Take what signals have asked for."""
+        if self.trap is not None and self.trap.arrived:
+            for name, then, code in self.trap.take():
+                self.ask(name, then, code=code)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal came that was not heard yet; may be asked from any thread."""
+        return self.trap is not None and self.trap.arrived
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for, and has not been honoured."""
+        return self.pending is not None and self.pending.then == "stop"
+
+    def take(self) -> CheckpointRequest | None:
+        """Return what is asked for; whoever takes it honours it, or gives it back."""
+        request, self.pending, self.late = self.pending, None, False
+        return request
+
+    def give_back(self, request: CheckpointRequest | None) -> None:
+        """What :meth:`take` gave was not honoured."""
+        if request is not None:
+            self.pending = request if self.pending is None else request.joined(self.pending)
+
+    # -- steps and times ----------------------------------------------------------------------------------------
+
+    def begin(self, group: anyio.abc.TaskGroup, *, watch: bool) -> None:
+        """Start what waits for times, signals and the stop file.
+
+        Raises:
+            ConfigError: ``stop_at`` lies in the past.
+        """
+        options, clock = self._state.options, self._state.clock
+        self._stop_time = options.stop_time
+        if self._stop_time is not None and self._stop_time <= clock.wall():
+            raise ConfigError.of("stop_at", options.stop_at, "lies in the past; the run would stop before it began")
+        if options.save_every_s is not None:
+            self._save_due = clock.now() + options.save_every_s
+        group.start_soon(self._keep_time, name="forebay triggers")
+        if watch and self._stop_file is not None:
+            group.start_soon(self._watch_file, self._stop_file, name="forebay stop file")
+        if self.trap is not None:
+            group.start_soon(self._listen, self.trap, name="forebay signals")
+
+    def passed(self, step: int) -> None:
+        """The weights have reached ``step``: see whether a generation is due by that."""
+        every = self._state.options.save_every
+        if every is not None and step // every > self._saved_step // every:
+            self.ask(f"every {every} steps")
+
+    def due_at(self, step: int) -> bool:
+        """Whether a generation of ``step`` is asked for, or would be when it is acked."""
+        every = self._state.options.save_every
+        return self.pending is not None or (every is not None and step // every > self._saved_step // every)
+
+    def saved(self, step: int) -> None:
+        """A generation of ``step`` was captured or restored."""
+        self._saved_step = step
+        if self._save_due is not None:
+            assert self._state.options.save_every_s is not None
+            self._save_due = self._state.clock.now() + self._state.options.save_every_s
+            self._wake()
+
+    def _wake(self) -> None:
+        self._turn += 1
+        self._changed.notify()
+
+    async def _keep_time(self) -> None:
+        while True:
+            turn, wait = self._turn, self._until_next()
+            with anyio.move_on_after(wait):
+                await self._changed.wait_for(partial(self._turned_from, turn))
+            await self._ring()
+
+    def _turned_from(self, turn: int) -> bool:
+        return self._turn != turn
+
+    def _until_next(self) -> float | None:
+        """Seconds to the next time at which something is to be done."""
+        clock = self._state.clock
+        due = [] if self._save_due is None else [self._save_due - clock.now()]
+        if self._stop_time is not None:
+            due.append(min(self._stop_time - clock.wall(), 60.0))  # the calendar may be set meanwhile
+        if self.pending is not None and self.pending.then == "stop" and not self.late:
+            due.append(self.pending.deadline - clock.now())
+        return max(min(due), 0.0) if due else None
+
+    async def _ring(self) -> None:
+        clock, options = self._state.clock, self._state.options
+        if self._save_due is not None and options.save_every_s is not None and clock.now() >= self._save_due:
+            self._save_due = clock.now() + options.save_every_s
+            self.ask(f"every {options.save_every_s:g} s")
+        if self._stop_time is not None and clock.wall() >= self._stop_time:
+            self._stop_time = None
+            self.ask("stop_at", "stop")
+        request = self.pending
+        if request is not None and request.then == "stop" and not self.late and clock.now() >= request.deadline:
+            self.late = True
+            if self._state.writer is not None:
+                with suppress(ForebayError):  # kept by the writer, and raised by the next verb
+                    await self._state.writer.sync()
+            self._state.log.warning(events.CHECKPOINT_LATE, reason=request.reason)
+            self._let_go()
+
+    async def _watch_file(self, path: str) -> None:
+        # There is no event to wait for instead: see LOOK_EVERY_S.
+        while not await anyio.to_thread.run_sync(os.path.lexists, path, abandon_on_cancel=True):  # noqa: ASYNC110
+            await anyio.sleep(LOOK_EVERY_S)
+        self.ask(STOP_FILE, "stop")
+
+    async def _listen(self, trap: SignalTrap) -> None:
+        while True:
+            await anyio.wait_readable(trap.descriptor)
+            self.hear()
+
+    # -- letting go ---------------------------------------------------------------------------------------------
+
+    def heard(self, *, known: bool = False, waits: bool = False) -> CheckpointRequest | None:
+        """Return what is asked for, if it can be honoured now.
+
+        Args:
+            known: whether the trainer has just said what the weights hold; if not, they are known while nothing is
+                leased.
+            waits: whether the trainer is about to wait for a batch: past the deadline of a stop it does not.
+        """
+        self.hear()
+        if self.pending is None or not (self.known or known or (self.late and waits)):
+            return None
+        return self.pending
+
+    @property
+    def known(self) -> bool:
+        """Whether the trainer's state is that of the last step trained: nothing is leased that it may hold already."""
+        return not self._state.ledger.leases
+
+    def _let_go(self) -> None:
+        for scope, stop_only in self._waits:
+            if (self.known and (self.stopping or not stop_only)) or (self.late and not stop_only):
+                scope.cancel("a checkpoint is asked for")
+
+    async def unless_asked(self, wait: Callable[[], Awaitable[T]], *, stop_only: bool = False) -> tuple[T] | None:
+        """Return what ``wait`` gives, or None if something is asked for that comes first; ``wait`` is cancelled then.
+
+        Args:
+            wait: it must lose nothing when it is cancelled.
+            stop_only: a request to save and go on does not disturb it.
+        """
+        with anyio.CancelScope() as scope:
+            entry = (scope, stop_only)
+            self._waits.append(entry)
+            try:
+                return (await wait(),)
+            finally:
+                self._waits.remove(entry)
+        return None
