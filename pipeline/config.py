@@ -266,6 +266,11 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """Generations kept, counted by distinct steps. None: all."""
     keep_every: int | None = None
     """Beside those, the newest generation of every step that this divides stays for good."""
+    keep_within_s: float | None = None
+    """And so does every generation that is younger than this, in seconds."""
+    archive: Literal["none", "all"] | float = "none"
+    """Payloads lie in segments, and a segment goes when no kept generation needs it. ``all``, or a share of them from 0
+    to 1, stay for good: so what was trained can be looked at, or be trained again, later."""
     save_every: int | None = None
     """Steps. A generation is committed when the weights have passed a multiple of it."""
     save_every_s: float | None = None
@@ -315,6 +320,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         self._check_oversample()
         self._check_policy()
         self._check_triggers()
+        if not 0 <= self.archived_share <= 1:
+            raise ConfigError.of("archive", self.archive, "'none', 'all' or a share from 0 to 1 is needed")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError.of("seed", self.seed, "must fit in 64 bits")
         if self.watchdog is not None and not (math.isfinite(self.watchdog) and self.watchdog > 0):
@@ -353,7 +360,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
             raise ConfigError.of("staleness_policy", policy, why)
 
     def _check_triggers(self) -> None:
-        for option in ("save_every_s", "grace_s"):
+        for option in ("save_every_s", "grace_s", "keep_within_s"):
             seconds = getattr(self, option)
             if seconds is not None and not LEAST <= seconds <= MOST:
                 raise ConfigError.of(option, seconds, f"seconds from {LEAST:g} to {MOST:g} are needed")
@@ -366,6 +373,11 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
             for option in ("save_every", "save_every_s", "save_signals"):
                 if getattr(self, option):
                     raise ConfigError.of(option, getattr(self, option), "needs a directory")
+
+    @property
+    def archived_share(self) -> float:
+        """``archive`` as a number from 0 to 1."""
+        return self.archive if isinstance(self.archive, (int, float)) else float(self.archive == "all")
 
     @property
     def stop_signals(self) -> tuple[int, ...]:

@@ -93,11 +93,11 @@ class Pipeline(OutsideVerbs):
     # -- opening and closing -----------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._run.take_signals()
+        self._run.triggers.take_signals(unless=self._run.inline)
         try:
             await self._run.open()
         except BaseException:
-            self._run.give_signals_back(failed=True)
+            self._run.triggers.give_signals_back(failed=True)
             raise
         return self
 
@@ -109,7 +109,7 @@ class Pipeline(OutsideVerbs):
             if exc[1] is None:
                 raise
         finally:
-            self._run.give_signals_back(failed=exc[1] is not None)
+            self._run.triggers.give_signals_back(failed=exc[1] is not None)
 
     async def aclose(self) -> None:
         """Interrupt what runs, end the leases, write what is queued, free the folder. May be called from any task.
@@ -120,7 +120,7 @@ class Pipeline(OutsideVerbs):
         try:
             await self._run.close()
         finally:
-            self._run.give_signals_back(failed=False)
+            self._run.triggers.give_signals_back(failed=False)
 
     def sync(self) -> SyncPipeline:
         """Return the same pipeline for scripts that do not await: ``with Pipeline(...).sync() as pipe:``."""

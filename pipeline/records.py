@@ -252,6 +252,16 @@ class PartSaved(Event, frozen=True, array_like=True, tag="part"):
     length: int = 0
 
 
+class Moved(Event, frozen=True, array_like=True, tag="move"):
+    """A payload that had been written before lies here as well, and is read from here: the other segment may go."""
+
+    uid: int
+    member: int
+    segment: int
+    offset: int
+    length: int
+
+
 class Parked(Event, frozen=True, array_like=True, tag="park"):
     """A member has run and waits for its reward; the rest is as in :class:`Finished`.
 
@@ -445,6 +455,7 @@ AnyEvent: TypeAlias = (
     | Closed
     | Inherited
     | PartSaved
+    | Moved
 )
 
 DROP_REASONS = ("failed", "quarantined", "filtered", "expired", "evicted", "discarded")

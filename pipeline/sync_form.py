@@ -62,7 +62,7 @@ class SyncPipeline:
         self._portal: BlockingPortal | None = None
 
     def __enter__(self) -> Self:
-        self._run.take_signals()
+        self._run.triggers.take_signals(unless=self._run.inline)
         try:
             self._portal_context = start_blocking_portal("asyncio", name="forebay loop")
             self._portal = self._portal_context.__enter__()
@@ -72,7 +72,7 @@ class SyncPipeline:
                 self._stop_loop()
                 raise
         except BaseException:
-            self._run.give_signals_back(failed=True)
+            self._run.triggers.give_signals_back(failed=True)
             raise
         return self
 
@@ -83,7 +83,7 @@ class SyncPipeline:
             if exc[1] is None:
                 raise
         finally:
-            self._run.give_signals_back(failed=exc[1] is not None)
+            self._run.triggers.give_signals_back(failed=exc[1] is not None)
 
     def close(self) -> None:
         """Interrupt what runs, end the leases, write what is queued, free the folder, and end the thread.
@@ -94,7 +94,7 @@ class SyncPipeline:
         try:
             self._close()
         finally:
-            self._run.give_signals_back(failed=False)
+            self._run.triggers.give_signals_back(failed=False)
 
     def _close(self) -> None:
         if self._portal is None:

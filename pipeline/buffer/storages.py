@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeline.records import Location
+
+SegmentKey: TypeAlias = tuple[int, int, int]
+"""Incarnation, rank and number: what names a segment."""
 
 
 class RolloutStorage:
@@ -20,6 +23,8 @@ class RolloutStorage:
         # containers in containers would cost more in garbage collection than the rest.
         self._groups: dict[int, tuple[Any, ...]] = {}
         self.memory_bytes = 0
+        self.live: dict[SegmentKey, int] = {}
+        """Bytes of payloads that are held, by the segment in which they lie. What has none is not there."""
 
     def put(self, uid: int, member: int, blob: bytes | None, location: Location | None) -> None:
         """Keep a member's payload; one that was there is replaced."""
@@ -29,11 +34,26 @@ class RolloutStorage:
         else:
             if member in group[::3]:
                 place = group[::3].index(member) * 3
-                self.memory_bytes -= len(group[place + 1] or b"")
+                self._left(group[place + 1], group[place + 2])
                 group = group[:place] + group[place + 3 :]
             self._groups[uid] = (*group, member, blob, location)
         if blob is not None:
             self.memory_bytes += len(blob)
+        if location is not None:
+            key = (location.incarnation, location.rank, location.segment)
+            self.live[key] = self.live.get(key, 0) + location.length
+
+    def _left(self, blob: bytes | None, location: Location | None) -> None:
+        """Count out a payload that is held no longer."""
+        if blob is not None:
+            self.memory_bytes -= len(blob)
+        if location is not None:
+            key = (location.incarnation, location.rank, location.segment)
+            left = self.live[key] - location.length
+            if left:
+                self.live[key] = left
+            else:
+                del self.live[key]
 
     def get(self, uid: int) -> Mapping[int, tuple[bytes | None, Location | None]]:
         """Return a group's payloads by member.
@@ -62,22 +82,33 @@ class RolloutStorage:
         """Forget a group's payloads, if there are any."""
         group = self._groups.pop(uid, ())
         if len(group) == 3:
-            self.memory_bytes -= len(group[1] or b"")
+            self._left(group[1], group[2])
         else:
-            for blob in group[1::3]:
-                self.memory_bytes -= len(blob or b"")
+            for blob, location in zip(group[1::3], group[2::3], strict=True):
+                self._left(blob, location)
 
     def discard_members(self, uid: int, members: Collection[int]) -> None:
         """Forget the payloads of some of a group's members; the others stay."""
         kept: tuple[Any, ...] = ()
         for member, (blob, where) in self.get(uid).items():
             if member in members:
-                self.memory_bytes -= len(blob or b"")
+                self._left(blob, where)
             else:
                 kept += (member, blob, where)
         self._groups[uid] = kept
         if not kept:
             del self._groups[uid]
+
+    def holds(self, uid: int, member: int, location: Location) -> bool:
+        """Whether a member's payload is held, and lies there."""
+        return uid in self._groups and self.get(uid).get(member, (None, None))[1] == location
+
+    def move(self, uid: int, member: int, before: Location, now: Location) -> bool:
+        """Note that a payload lies elsewhere now. Returns whether it was held, and had lain where it is said to."""
+        if not self.holds(uid, member, before):
+            return False
+        self.put(uid, member, self.get(uid)[member][0], now)
+        return True
 
     def locations(self) -> list[tuple[int, int, Location]]:
         """Return (uid, member, location) of every payload that lies in a segment."""

@@ -7,11 +7,13 @@ this one does not exist; what is left over is cleaned by the next commit.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import datetime
 from typing import NamedTuple
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE, FileInfo, Manifest, decode_manifest, encode_manifest
@@ -241,29 +243,54 @@ class GenerationWriter:
         return target
 
 
-def retire(
-    layout: Layout, files: FilesLike, found: Iterable[Stored], keep: int | None, keep_every: int | None = None
-) -> list[int]:
-    """Remove generations beyond the newest ``keep`` distinct steps, and what crashes left over. Blocks.
+class Kept(NamedTuple):
+    """Which generations stay. The newest complete one always does."""
 
-    The newest complete generation always stays, and the newest one of each step that ``keep_every`` divides. Manifests
-    go first, so that a half removed one does not exist.
+    steps: int | None
+    """The newest one of each of so many distinct steps; None: all."""
+    every: int | None = None
+    """The newest one of each step that this divides."""
+    within_s: float | None = None
+    """Those that were written less than so many seconds before ``now``."""
+    now: float = 0.0
+    """Seconds since 1970."""
+
+    def choose(self, stored: list[Stored]) -> set[int]:
+        """Return the numbers of those that stay, of ``stored`` by rising number."""
+        if self.steps is None:
+            return {each.manifest.generation for each in stored}
+        newest = {each.manifest.step: each.manifest.generation for each in stored}
+        kept = set(sorted(newest.values())[-self.steps :]) | {each.manifest.generation for each in stored[-1:]}
+        if self.every is not None:
+            kept |= {number for step, number in newest.items() if step % self.every == 0}
+        if self.within_s is not None:
+            kept |= {each.manifest.generation for each in stored if self.now - _written(each) < self.within_s}
+        return kept
+
+
+def _written(stored: Stored) -> float:
+    """When a generation was written, in seconds since 1970; one that does not say is taken for an old one."""
+    try:
+        return datetime.fromisoformat(stored.manifest.written).timestamp()
+    except ValueError:
+        return -math.inf
+
+
+def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], kept: Kept) -> list[int]:
+    """Remove the generations that are not kept, and what crashes left over. Blocks.
+
+    Manifests go first, so that a half removed one does not exist.
 
     Returns:
         The numbers of the generations that were removed.
     """
     stored = sorted(found, key=lambda each: each.manifest.generation)
-    newest_of_step = {each.manifest.step: each.manifest.generation for each in stored}
-    kept_steps = sorted(newest_of_step, key=lambda step: newest_of_step[step])[-keep:] if keep else list(newest_of_step)
-    kept = {newest_of_step[step] for step in kept_steps} | {each.manifest.generation for each in stored[-1:]}
-    if keep_every is not None:
-        kept |= {number for step, number in newest_of_step.items() if step % keep_every == 0}
+    staying = kept.choose(stored)
     gone = []
-    if keep is not None:
-        for each in stored:
-            if each.manifest.generation not in kept:
-                remove_tree(files, each.folder)
-                gone.append(each.manifest.generation)
+    for each in stored:
+        if each.manifest.generation not in staying:
+            remove_tree(files, each.folder)
+            gone.append(each.manifest.generation)
     newest = stored[-1].manifest.generation if stored else -1
     for name in os.listdir(layout.generations):
         number, dot, rest = name.partition(".")

@@ -17,6 +17,8 @@ from pipeline.store.segments import SegmentInfo
 
 MANIFEST_VERSION = 1
 MANIFEST_FILE = "manifest.json"
+REPLAY_BUFFER = "replay_buffer"
+"""What ``left_out`` of a manifest calls the buffer."""
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """When, in UTC, for people."""
     journals: list[JournalPosition] = []
     segments: list[SegmentInfo] = []
+    """Those that the generation needs: something in them was live, or they had not ended."""
     files: list[FileInfo] = []
     attached: list[str] = []
     options: dict[str, Any] = {}

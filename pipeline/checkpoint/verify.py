@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from pipeline.checkpoint.collect import Needs, segment_key
 from pipeline.checkpoint.generations import Stored, find_generations
 from pipeline.checkpoint.trainer_state import check_file
 from pipeline.errors import ForebayError, NotARun
@@ -34,7 +35,7 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
     journals: int
     events: int
     payloads: int
-    """Of rollouts and partial rollouts, named by events."""
+    """Of rollouts and partial rollouts, named by events, whose segment was not removed."""
     bytes: int
     """Of all files."""
     damages: list[Damage]
@@ -75,6 +76,7 @@ class _Check:
         self.unpromised: list[str] = []
         self.events = self.payloads = 0
         self._whole: set[Place] = set()
+        self._needs: list[Needs] = []
 
     def result(self) -> Verified:
         found = find_generations(self.layout, self.run_id)
@@ -83,6 +85,7 @@ class _Check:
         for stored in found.complete:
             self._generation(stored)
         # Segments first: what was read there need not be read again for the events that name it.
+        self._needs = [Needs(stored.manifest) for stored in found.complete]
         self._segments({info.name: info for stored in found.complete for info in stored.manifest.segments})
         journals = self.layout.list_journals()
         self._journals(journals, found.complete)
@@ -136,16 +139,22 @@ class _Check:
             place = payload_place(logged)
             if place is not None:
                 named[place] = logged.sequence
-        self.payloads += len(named)
+        there = [place for place in named if place in self._whole or not self._was_removed(place[2])]
+        self.payloads += len(there)
         if self.quick:
             return
-        unseen = [place for place in named if place not in self._whole]
+        unseen = [place for place in there if place not in self._whole]
         for place, error in PayloadReader(self.layout, self.tag).damaged(unseen):
             if named[place] <= marks[-1]:
                 at = place[2]
                 self._note(self.layout.segment(at.incarnation, at.rank, at.segment), error)
             else:
                 self.unpromised.append(f"{error} It had not been synced; a resume runs the item again.")
+
+    def _was_removed(self, at: Location) -> bool:
+        """Whether a segment is not there because nothing that is kept needs it."""
+        key = (at.incarnation, at.rank, at.segment)
+        return not any(key in each for each in self._needs) and not os.path.lexists(self.layout.segment(*key))
 
     def _ended(self, position: object, path: str, left: int) -> None:
         if left:
@@ -163,7 +172,7 @@ class _Check:
                 self._segment(path, promised)
 
     def _segment(self, path: str, promised: int) -> None:
-        incarnation, rank, number = map(int, os.path.splitext(os.path.basename(path))[0].split("-"))
+        incarnation, rank, number = segment_key(os.path.basename(path))
 
         def ended(at: int, left: int) -> None:
             if left:

@@ -27,6 +27,10 @@ class FilesLike(Protocol):
 
     def sync(self, handle: int) -> None: ...
 
+    def sync_path(self, path: str) -> None:
+        """Sync a file that another life of the process wrote."""
+        ...
+
     def close(self, handle: int) -> None: ...
 
     def rename(self, old: str, new: str) -> None: ...
@@ -60,6 +64,13 @@ class OsFiles:
 
     def sync(self, handle: int) -> None:
         os.fsync(handle)
+
+    def sync_path(self, path: str) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not be waited for
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
     def close(self, handle: int) -> None:
         os.close(handle)

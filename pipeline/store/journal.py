@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.errors import Damaged, NewerFormat
-from pipeline.records import AnyEvent, Evaluated, Finished, Location, Parked, PartSaved
+from pipeline.records import AnyEvent, Evaluated, Finished, Location, Moved, Parked, PartSaved
 from pipeline.store.frames import EVENTS, SYNCED, Frame, scan
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import Place
@@ -37,7 +37,7 @@ class Logged(NamedTuple):
 def payload_place(logged: Logged) -> Place | None:
     """Return where the payload lies that an event names; None if it names none."""
     event = logged.event
-    if not isinstance(event, (Finished, Parked, PartSaved, Evaluated)) or event.segment < 0:
+    if not isinstance(event, (Finished, Parked, PartSaved, Evaluated, Moved)) or event.segment < 0:
         return None
     at = Location(logged.incarnation, logged.rank, event.segment, event.offset, event.length)
     return event.uid, event.member, at
@@ -52,6 +52,9 @@ class JournalPosition(msgspec.Struct, frozen=True, kw_only=True):
     """The last event that belongs to the generation; counted from 1."""
     bytes: int = 0
     """How long the file was at the least: before this, a bad record is damage."""
+    segment: int = 0
+    """Of the incarnation that committed the generation: the segment that was being written; those of lower numbers had
+    ended. 0: not said, or an incarnation of before, all of whose segments had."""
 
 
 def read_journal(

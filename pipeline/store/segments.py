@@ -36,6 +36,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     bytes: int
     sealed: bool = False
+    live: int = -1
+    """Bytes of payloads in it that are still needed; -1: not said."""
 
 
 Place = tuple[int, int, Location]

@@ -107,6 +107,11 @@ class StoreWriter:
         return location
 
     @property
+    def open_segment(self) -> int:
+        """Number of the segment that the next payload goes to, or the one before; those below it have ended."""
+        return self._segment
+
+    @property
     def sequence(self) -> int:
         """Number of the last event that was queued, from 1."""
         return self._taken_events + len(self._events)

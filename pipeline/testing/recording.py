@@ -77,6 +77,9 @@ class RecordingFiles(OsFiles):
     def sync(self, handle: int) -> None:
         """Do nothing."""
 
+    def sync_path(self, path: str) -> None:
+        """Do nothing."""
+
     def sync_directory(self, path: str) -> None:
         """Do nothing."""
 

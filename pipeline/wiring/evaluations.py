@@ -52,6 +52,10 @@ class Evaluations:
                 found[made.index, made.member] = kept
         return found
 
+    def places(self, version: int) -> list[Location]:
+        """Return where the results of ``version`` and newer ones lie."""
+        return [kept.location for (_, of), each in self._kept.items() if of >= version for kept in each]
+
     def _visible(self, incarnation: int) -> dict[int, int]:
         """Return, for each incarnation on the line that leads here, the newest version that this line has of it."""
         newest, bound = {incarnation: 2**63}, 2**63

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, ForebayError
 from pipeline.ledger import BUFFERED, FINISHED, LEASED, Ledger, TaskTotals
 from pipeline.records import Inherited, Location, Opened
@@ -28,8 +28,6 @@ Discarded: TypeAlias = list[tuple[int, int, int]]
 NOTHING = 0
 PRODUCER_FILE = "producer.msgpack"
 """What a generation without its buffer lists itself: one :class:`Inherited`, as a journal would hold it."""
-REPLAY_BUFFER = "replay_buffer"
-"""What ``left_out`` of a manifest calls the buffer."""
 
 encode_inherited = msgspec.msgpack.Encoder().encode
 

@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.generations import Stored, check_generation
-from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
 from pipeline.ledger import BUFFERED, LEASED, PARKED, ConsumerHalf, Lease, Ledger
@@ -25,7 +25,7 @@ from pipeline.store.journal import JournalPosition, Logged, read_journal, read_j
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.wiring.evaluations import Evaluations
-from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, Line, read_inherited
+from pipeline.wiring.lines import PRODUCER_FILE, Line, read_inherited
 from pipeline.wiring.state import PayloadPlaces
 
 CONSUMER_FILE = "consumer.json"

@@ -118,7 +118,7 @@ def find_to_resume(state: RunState, origin: Origin, step: int | None, attached: 
         recovered = recover(opened=opened, line=line)
     except Damaged:
         # After a loss of power a journal may name payloads that the disk never got: it ends before them.
-        tails = unwritten_tails(layout, origin.tag, line)
+        tails = unwritten_tails(layout, origin.tag, line, stored.manifest.journals)
         if not tails:
             raise
         for tail in tails:

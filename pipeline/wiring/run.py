@@ -7,7 +7,6 @@ and belong to the trainer's thread; the rest belongs to the event loop.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
@@ -18,11 +17,11 @@ import anyio.to_thread
 import msgspec
 
 from pipeline.buffer import Batch
-from pipeline.checkpoint.triggers import SignalTrap
+from pipeline.checkpoint.generations import Stored
 from pipeline.clock import running_clock
-from pipeline.config import PipelineOptions, check_signals
+from pipeline.config import PipelineOptions
 from pipeline.engines import LocalEngine
-from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError
+from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError, WriteFailed
 from pipeline.interfaces import Engine, Stateful
 from pipeline.ledger import PARKED
 from pipeline.observe import Watchdog, events
@@ -35,6 +34,8 @@ from pipeline.store.writer import StoreWriter
 from pipeline.supervisor import Supervisor, root_cause
 from pipeline.task import StreamSource, Task
 from pipeline.wiring.checkpointing import Checkpointing
+from pipeline.wiring.collecting import sync_dead_lives
+from pipeline.wiring.compacting import Compactor
 from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
@@ -88,7 +89,7 @@ class Run:
         self.started = False
         self._files = files or OsFiles()
         self._engine = engine or LocalEngine()
-        self._inline, self._eager = bool(inline), inline == "eager"
+        self.inline, self._eager = bool(inline), inline == "eager"
         self._folder = RunFolder(options.directory, self._files) if options.directory is not None else None
         self._saver = Saver(self.state, self._files, self._folder.layout, self.in_thread) if self._folder else None
         stop_file = self._folder.layout.stop_file if self._folder else None
@@ -101,31 +102,9 @@ class Run:
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
+        self._compactor: Compactor | None = None
 
     # -- opening and closing -----------------------------------------------------------------------------------
-
-    def take_signals(self) -> None:
-        """Listen to signals from here on, if this is the thread that may.
-
-        Raises:
-            UsageError: it is not, and the options name signals.
-        """
-        options = self.options
-        stop, save = options.stop_signals, check_signals("save_signals", options.save_signals)
-        if self._inline or not stop + save:
-            return
-        if threading.current_thread() is not threading.main_thread():
-            if options.signals or save:
-                raise UsageError("signals= and save_signals= need a pipeline that is opened in the main thread")
-            return
-        self.triggers.trap = SignalTrap(stop, save)
-        self.triggers.trap.install()
-
-    def give_signals_back(self, *, failed: bool) -> None:
-        """Undo :meth:`take_signals`; what asked to stop and was not heard is sent again, unless an error leaves."""
-        trap, self.triggers.trap = self.triggers.trap, None
-        if trap is not None:
-            trap.remove(again=not failed and (self.triggers.stopping or trap.arrived))
 
     async def open(self) -> None:
         """Take the folder's lock and start the supervisor. Nothing is produced yet."""
@@ -141,6 +120,8 @@ class Run:
             self.consumer.reader = PayloadReader(folder.layout, folder.tag)
             assert self._saver is not None
             self._saver.next_generation = folder.next_generation
+            self._compactor = Compactor(self.state, folder.layout, folder.tag, self.in_thread)
+            self._saver.on_committed = self._committed
         try:
             await self._supervisor.start(self._body)
         except BaseException:
@@ -154,7 +135,7 @@ class Run:
         options = self.options
         try:
             async with AsyncExitStack() as stack:
-                if options.watchdog is not None and not self._inline:
+                if options.watchdog is not None and not self.inline:
                     await stack.enter_async_context(Watchdog(options.watchdog))
                 async with anyio.create_task_group() as group:
                     self._group = group
@@ -165,7 +146,7 @@ class Run:
                         async with pool:
                             self._pool = pool
                             self.producer.open(pool)
-                            self.triggers.begin(group, watch=not self._inline)
+                            self.triggers.begin(group, watch=not self.inline)
                             ready()
                             await self._supervisor.stopping.wait()
                     if self._saver is not None:
@@ -179,6 +160,15 @@ class Run:
             # However the run ended: the journal is sealed and the lock is free.
             with anyio.CancelScope(shield=True):
                 await self._seal()
+
+    def _committed(self, stored: Stored) -> None:
+        """What follows a commit, beside everything else: a sparse segment is emptied."""
+        compactor = self._compactor
+        if compactor is None or compactor.busy or self._group is None or not self.state.writing or self.state.ended:
+            return
+        key = compactor.sparsest(stored.manifest)
+        if key is not None:
+            self._group.start_soon(compactor.empty, key, name="forebay compaction")
 
     async def _seal(self) -> None:
         self.producer.paused = True
@@ -299,6 +289,8 @@ class Run:
         saver.base = found.stored.manifest.base if found.recovered.inherited is None else state.incarnation
         await saver.acquire()
         try:
+            if not found.origin.forked:
+                await self._keep_from_power_loss(found)
             capture = saver.begin("fork" if found.origin.forked else "resume", [], list(self.attached))
             capture.manifest = msgspec.structs.replace(capture.manifest, origin=found.opened.origin)
             link_trainer(capture, found.stored)
@@ -312,6 +304,15 @@ class Run:
         resumed = describe(state, found)
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
+
+    async def _keep_from_power_loss(self, found: Found) -> None:
+        """Sync what the lives since the generation had written, as the next generation will count on it."""
+        assert self._folder is not None
+        layout, since = self._folder.layout, found.stored.manifest.incarnation
+        try:
+            await self.in_thread(lambda: sync_dead_lives(layout, self._files, since, self.state.incarnation))
+        except OSError as error:
+            raise WriteFailed(f"{layout.directory}: could not be synced: {error}. A retry may work") from error
 
     async def _load_for_filters(self) -> None:
         """Read what has finished of groups that a filter will look at when they are whole; it cannot wait then."""
@@ -357,7 +358,7 @@ class Run:
             )
         )
         synced = options.durability == "power"
-        self.state.writer = WriterService(writer, synced=synced, inline=self._inline, eager=self._eager)
+        self.state.writer = WriterService(writer, synced=synced, inline=self.inline, eager=self._eager)
         self.state.writing = options.durability != "none"
         writer.append(opened)
         if apply:
@@ -463,4 +464,4 @@ class Run:
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Do what blocks off the loop; or on it, when the run is ``inline``."""
-        return work() if self._inline else await anyio.to_thread.run_sync(work)
+        return work() if self.inline else await anyio.to_thread.run_sync(work)

@@ -7,15 +7,16 @@ is allowed; after that the trainer goes on, and ``finish`` flushes the journal, 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import anyio
 import msgspec
 
-from pipeline.checkpoint.generations import GenerationWriter, Stored, find_generations, retire
-from pipeline.checkpoint.manifest import FileInfo, Manifest
+from pipeline.checkpoint.collect import SegmentKey, collect
+from pipeline.checkpoint.generations import GenerationWriter, Kept, Stored, find_generations, retire
+from pipeline.checkpoint.manifest import REPLAY_BUFFER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.checkpoint.triggers import CheckpointRequest
 from pipeline.errors import ForebayError, WriteFailed
@@ -27,7 +28,8 @@ from pipeline.store.layout import Layout
 from pipeline.store.segments import SegmentInfo
 from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
-from pipeline.wiring.lines import PRODUCER_FILE, REPLAY_BUFFER, encode_inherited, inherit, totals_anew
+from pipeline.wiring.collecting import listed_segments, live_segments
+from pipeline.wiring.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
 from pipeline.wiring.state import RunState, window_marks
 
@@ -70,6 +72,10 @@ class Capture:
         self.small: dict[str, bytes] = {}
         self.states: list[CapturedState] = []
         self.links: list[tuple[str, FileInfo]] = []
+        self.live: dict[SegmentKey, int] = {}
+        """Bytes of what was live, by segment."""
+        self.open_segment = 0
+        """The number of the segment that was being written; those before it had ended."""
         self.request: CheckpointRequest | None = None
         """What triggers had asked for, and this generation answers."""
 
@@ -119,7 +125,11 @@ class Saver:
         self._busy = False
         self._free = Signal()
         self._failed: ForebayError | None = None
+        self._complete: list[Stored] | None = None
+        """The complete generations, once they have been read."""
         self.committed = False
+        self.on_committed: Callable[[Stored], None] = lambda stored: None
+        """Told of each generation once it is committed."""
         """Whether this incarnation has committed a generation."""
         self.captured_step = -1
         """The step of the newest generation that is committed or being written."""
@@ -176,6 +186,7 @@ class Saver:
         self.captured_step = state.ledger.step
         capture = Capture(writer, Saving(number, state.ledger.step), manifest, state.writer.writer.sequence)
         capture.states = list(states)
+        capture.live, capture.open_segment = live_segments(state), state.writer.writer.open_segment
         half, progress = state.consumer_half(), state.refresh_progress()
         if not replay_buffer:
             marks = {name: window_marks(each) for name, each in totals_anew(state.ledger).items()}
@@ -195,12 +206,13 @@ class Saver:
         assert state.writer is not None
         begun = state.clock.now()
         try:
-            position, segments = await state.writer.sync()
+            position, written = await state.writer.sync()
+            segments: list[SegmentInfo] | None = written
             # The journal may have gone on since the capture; what counts is where it stood then.
-            own = msgspec.structs.replace(position, sequence=capture.sequence)
+            own = msgspec.structs.replace(position, sequence=capture.sequence, segment=capture.open_segment)
             journals = [*self.journals, own]
             if REPLAY_BUFFER in capture.manifest.left_out:  # it needs none of them; it says how far they had come
-                journals, segments = [msgspec.structs.replace(each, bytes=0) for each in journals], []
+                journals, segments = [msgspec.structs.replace(each, bytes=0) for each in journals], None
             stored: Stored = await self._in_thread(lambda: self._commit(capture, journals, segments))
         except BaseException as error:
             saving, self.captured_step = capture.saving, -1
@@ -214,6 +226,7 @@ class Saver:
         finally:
             self.release()
         self.committed = True
+        self.on_committed(stored)
         self.parent = stored.manifest.generation
         capture.saving.end()
         state.log.info(
@@ -233,7 +246,9 @@ class Saver:
         except ForebayError as error:
             self._failed = error
 
-    def _commit(self, capture: Capture, journals: Sequence[JournalPosition], segments: Sequence[SegmentInfo]) -> Stored:
+    def _commit(
+        self, capture: Capture, journals: Sequence[JournalPosition], segments: Sequence[SegmentInfo] | None
+    ) -> Stored:
         writer = capture.writer
         try:
             for path, content in capture.small.items():
@@ -244,22 +259,46 @@ class Saver:
         manifest = msgspec.structs.replace(
             capture.manifest,
             journals=list(journals),
-            segments=list(segments),
+            segments=listed_segments(
+                self._layout, segments, capture.live, capture.manifest.incarnation, capture.open_segment
+            )
+            if segments is not None
+            else [],
             files=sorted(writer.infos, key=lambda info: info.path),
         )
         stored = writer.commit(manifest)
-        self._retire(manifest.run_id)
-        return stored
-
-    def _retire(self, run_id: str) -> None:
         try:
-            found = find_generations(self._layout, run_id)
-            options = self._state.options
-            for number in retire(self._layout, self._files, found.complete, options.keep, options.keep_every):
-                self._state.log.debug(events.GENERATION_REMOVED, generation=number)
+            self._retire(stored)
+            self._collect(capture)
         except OSError as error:
             # The new generation is committed; the next one tries to remove them again.
             self._state.log.warning(events.GENERATION_REMOVED, generation=None, error=str(error))
+        return stored
+
+    def _retire(self, stored: Stored) -> None:
+        """Remove generations that are not kept. They are read once: nobody else makes any."""
+        options = self._state.options
+        if self._complete is None:
+            self._complete = find_generations(self._layout, stored.manifest.run_id).complete
+        else:
+            self._complete.append(stored)
+        kept = Kept(options.keep, options.keep_every, options.keep_within_s, self._state.clock.wall())
+        for number in retire(self._layout, self._files, self._complete, kept):
+            self._complete = [each for each in self._complete if each.manifest.generation != number]
+            self._state.log.debug(events.GENERATION_REMOVED, generation=number)
+
+    def _collect(self, capture: Capture) -> None:
+        """Remove segments that nobody needs any more."""
+        own = capture.manifest.incarnation
+
+        def used(key: SegmentKey) -> bool:
+            return key in capture.live or (key[0] == own and key[2] >= capture.open_segment)
+
+        assert self._complete is not None
+        kept = [each.manifest for each in self._complete]
+        gone = collect(self._layout, self._files, kept, used, self._state.options.archived_share)
+        if gone.segments:
+            self._state.log.info(events.SEGMENTS_REMOVED, count=gone.segments, bytes=gone.bytes)
 
 
 def link_trainer(capture: Capture, stored: Stored) -> None:

@@ -31,6 +31,7 @@ from pipeline.records import (
     Finished,
     Inherited,
     Location,
+    Moved,
     Parked,
     Reopened,
     Rewarded,
@@ -351,6 +352,10 @@ class PayloadPlaces(msgspec.Struct):
         if type(event) is Finished or type(event) is Parked:
             where = Location(incarnation, rank, event.segment, event.offset, event.length)
             self.places.setdefault(event.uid, {})[event.member] = where
+        elif type(event) is Moved:
+            if event.member in self.places.get(event.uid, {}):
+                where = Location(incarnation, rank, event.segment, event.offset, event.length)
+                self.places[event.uid][event.member] = where
         elif type(event) is Reopened and event.members:
             for member in event.members:
                 self.places.get(event.uid, {}).pop(member, None)

@@ -7,9 +7,10 @@ synced, so nothing was promised: the journal ends before it, as at a torn record
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from pipeline.store.journal import payload_place, read_journal
+from pipeline.store.journal import JournalPosition, payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import PayloadReader, Place
 from pipeline.wiring.lines import Line
@@ -28,30 +29,32 @@ class Tail(NamedTuple):
     """Whose payload is missing."""
 
 
-def unwritten_tails(layout: Layout, run_tag: int, line: Line) -> list[Tail]:
+def unwritten_tails(layout: Layout, run_tag: int, line: Line, counted: Iterable[JournalPosition]) -> list[Tail]:
     """Find the journals whose end names payloads that are not whole. Blocks.
 
-    Only events after the last synced mark are looked at: what lies before one was promised, and is damage.
+    Only events after the last synced mark are looked at, and after what the generation counts on (``counted``): what
+    lies before was promised, and is damage; or nobody needs it any more, and its segment was removed.
     """
+    positions = {(each.incarnation, each.rank): each.sequence for each in counted}
     caps = {(incarnation, rank): last for incarnation, rank, last in line.discarded}
     found = []
     for name in layout.list_journals():
         key = (name.incarnation, name.rank)
         if key not in line.unneeded:
-            tail = _tail(layout, run_tag, name, caps.get(key))
+            tail = _tail(layout, run_tag, name, caps.get(key), positions.get(key, 0))
             if tail is not None:
                 found.append(tail)
     return found
 
 
-def _tail(layout: Layout, run_tag: int, name: JournalName, cap: int | None) -> Tail | None:
-    marks = [0]
+def _tail(layout: Layout, run_tag: int, name: JournalName, cap: int | None, counted: int) -> Tail | None:
+    marks = [counted]
     named: dict[Place, int] = {}
     for logged in read_journal(name, run_tag=run_tag, synced=marks.append):
         place = payload_place(logged)
         if place is not None and (cap is None or logged.sequence <= cap):
             named[place] = logged.sequence
-    unsynced = [place for place, sequence in named.items() if sequence > marks[-1]]
+    unsynced = [place for place, sequence in named.items() if sequence > max(marks)]
     absent = [(named[place], place) for place, _ in PayloadReader(layout, run_tag).damaged(unsynced)]
     if not absent:
         return None

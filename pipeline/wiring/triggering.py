@@ -7,6 +7,7 @@ that waits meanwhile, with nothing leased, is let go for it.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,8 @@ import anyio.abc
 import anyio.to_thread
 
 from pipeline.checkpoint.triggers import CheckpointRequest, SignalTrap, Then
-from pipeline.errors import ConfigError, ForebayError
+from pipeline.config import check_signals
+from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.observe import events
 from pipeline.records import Closed
 from pipeline.waiting import Signal
@@ -94,6 +96,34 @@ class Triggers:
         """What :meth:`take` gave was not honoured."""
         if request is not None:
             self.pending = request if self.pending is None else request.joined(self.pending)
+
+    # -- signals --------------------------------------------------------------------------------------------------
+
+    def take_signals(self, *, unless: bool) -> None:
+        """Listen to signals from here on, if this is the thread that may.
+
+        Args:
+            unless: they are not to be listened to, whatever the options say.
+
+        Raises:
+            UsageError: it is not, and the options name signals.
+        """
+        options = self._state.options
+        stop, save = options.stop_signals, check_signals("save_signals", options.save_signals)
+        if unless or not stop + save:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            if options.signals or save:
+                raise UsageError("signals= and save_signals= need a pipeline that is opened in the main thread")
+            return
+        self.trap = SignalTrap(stop, save)
+        self.trap.install()
+
+    def give_signals_back(self, *, failed: bool) -> None:
+        """Undo :meth:`take_signals`; what asked to stop and was not heard is sent again, unless an error leaves."""
+        trap, self.trap = self.trap, None
+        if trap is not None:
+            trap.remove(again=not failed and (self.stopping or trap.arrived))
 
     # -- steps and times ----------------------------------------------------------------------------------------
 

@@ -112,6 +112,11 @@ class ScriptedFiles(OsFiles):
         self._unsynced.discard(self._key(handle))
         self._leave(due)
 
+    def sync_path(self, path: str) -> None:
+        due = self._enter("sync_path")
+        self._unsynced.discard(self._key(path))
+        self._leave(due)
+
     def close(self, handle: int) -> None:
         self.open.discard(handle)
         super().close(handle)  # the kernel frees the descriptor even when close() reports an error

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.generations import GenerationWriter, Stored, find_generations, retire
+from pipeline.checkpoint.generations import GenerationWriter, Kept, Stored, find_generations, retire
 from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState, read_state
 from pipeline.store.files import FilesLike
@@ -36,7 +36,7 @@ def commit(
             os.close(handle)
         raise
     if keep is not None:
-        retire(layout, files, find_generations(layout, run.run_id).complete, keep)
+        retire(layout, files, find_generations(layout, run.run_id).complete, Kept(keep))
     return stored
 
 

@@ -206,6 +206,7 @@ class PipelineLives:
             for name, (count, size, need) in PLANS.items()
         ]
         how: dict[str, Any] = {"seed": 7, "watchdog": None, "max_deaths": 999, "batch_groups": GROUPS, "inline": True}
+        how["segment_bytes"] = 600  # two or three rollouts each: some go with every step that is let go
         return Pipeline(tasks, directory=self.directory, files=self.files, **how, **self.options)
 
     def begin(self, step: int | None = None, fuzzy: dict[int, ModelItem] | None = None) -> None:

@@ -30,6 +30,11 @@ class VolatileFiles(OsFiles):
         with open(self._paths[handle], "rb") as file:
             self._content[os.fstat(handle).st_ino] = file.read()
 
+    def sync_path(self, path: str) -> None:
+        self.syncs += 1
+        with open(path, "rb") as file:
+            self._content[os.fstat(file.fileno()).st_ino] = file.read()
+
     def rename(self, old: str, new: str) -> None:
         super().rename(old, new)
         self._paths = {handle: new if path == old else path for handle, path in self._paths.items()}

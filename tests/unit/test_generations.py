@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.checkpoint.generations import (
     GenerationWriter,
+    Kept,
     Stored,
     check_generation,
     choose,
@@ -148,7 +149,7 @@ class TestRetention:
         for number, step in enumerate(steps):
             commit(layout, marker, number, step)
         found = find_generations(layout, marker.run_id).complete
-        gone = retire(layout, ScriptedFiles(), found, keep)
+        gone = retire(layout, ScriptedFiles(), found, Kept(keep))
         assert [number for number, _ in numbers(layout, marker)] == kept
         assert sorted(gone + kept) == list(range(len(steps)))
         assert sorted(map(int, os.listdir(layout.generations))) == kept
@@ -160,7 +161,7 @@ class TestRetention:
         layout, marker = run
         for number, step in enumerate((0, 0, 1, 2, 3, 4, 5, 6, 8, 7)):  # of step 0 there are two
             commit(layout, marker, number, step)
-        retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, keep, every)
+        retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, Kept(keep, every))
         assert [number for number, _ in numbers(layout, marker)] == (list(range(10)) if left is None else left)
 
     def test_keep_compares_numbers(self, run: tuple[Layout, RunFile]) -> None:
@@ -168,7 +169,7 @@ class TestRetention:
         layout, marker = run
         for number in (500, 2500, 900_000, 100_000):
             commit(layout, marker, number, number)
-        retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, 2)
+        retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, Kept(2))
         assert [number for number, _ in numbers(layout, marker)] == [100_000, 900_000]
 
     def test_leftovers_up_to_the_newest_are_removed_and_what_is_foreign_or_beyond_it_stays(
@@ -182,7 +183,7 @@ class TestRetention:
             (folder / "file").touch()
             (folder / "link").symlink_to(layout.run_file)
             (folder / "folder link").symlink_to(layout.directory)
-        retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, 1)
+        retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, Kept(1))
         names = {"00000005", "00000006.part", "00000007", "notes", "3.txt", "x.part"}
         assert set(os.listdir(layout.generations)) == names
         assert os.path.exists(layout.run_file), "a link is removed, not what it leads to"
