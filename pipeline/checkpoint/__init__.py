@@ -1,5 +1,8 @@
-"""Generations: committed as one thing, found by their manifests, and checked from the outside."""
+"""Generations: committed as one thing, found by their manifests, checked from the outside, and salvaged."""
 
+from pipeline.checkpoint.losses import Loss as Loss
+from pipeline.checkpoint.losses import Salvaged as Salvaged
+from pipeline.checkpoint.salvage import salvage as salvage
 from pipeline.checkpoint.verify import Damage as Damage
 from pipeline.checkpoint.verify import Verified as Verified
 from pipeline.checkpoint.verify import verify as verify

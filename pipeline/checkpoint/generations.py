@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pipeline.checkpoint.manifest import MANIFEST_FILE, FileInfo, Manifest, decode_manifest, encode_manifest
 from pipeline.checkpoint.trainer_state import check_file
 from pipeline.errors import Damaged, OtherRun, StoreError, WriteFailed
-from pipeline.store.files import FilesLike
+from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import crc32c, crc32c_of_file
 from pipeline.store.layout import Layout, write_file
 
@@ -57,7 +57,7 @@ def find_generations(layout: Layout, run_id: str) -> Found:
         folder = os.path.join(layout.generations, name)
         path = os.path.join(folder, MANIFEST_FILE)
         try:
-            with open(path, "rb") as file:
+            with open_plain(path) as file:
                 manifest = decode_manifest(file.read(), path)
         except (FileNotFoundError, NotADirectoryError):
             continue

@@ -17,6 +17,9 @@ from pipeline.store.segments import SegmentInfo
 
 MANIFEST_VERSION = 1
 MANIFEST_FILE = "manifest.json"
+CONSUMER_FILE = "consumer.json"
+PROGRESS_FILE = "progress.json"
+TRAINER_FOLDER = "trainer"
 REPLAY_BUFFER = "replay_buffer"
 """What ``left_out`` of a manifest calls the buffer."""
 

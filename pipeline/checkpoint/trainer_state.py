@@ -20,7 +20,7 @@ import torch
 
 from pipeline.errors import Damaged, UsageError
 from pipeline.store.codec import TensorBytes, read_blob, tensor_bytes
-from pipeline.store.files import FilesLike
+from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import crc32c_more, crc32c_of_file
 from pipeline.store.plain import MARK, PlainValueError, from_plain, to_plain
 
@@ -170,7 +170,7 @@ def read_state(path: str, *, size: int, checksum: str) -> Any:
 
 
 def _read_tensors(path: str) -> dict[str, torch.Tensor]:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         if not os.fstat(file.fileno()).st_size:  # cannot be mapped
             return {}
         # The view is released before the map is closed, also when the blob is damaged.

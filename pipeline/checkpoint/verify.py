@@ -9,6 +9,7 @@ import msgspec
 
 from pipeline.checkpoint.collect import Needs, segment_key
 from pipeline.checkpoint.generations import Stored, find_generations
+from pipeline.checkpoint.survey import without_manifest
 from pipeline.checkpoint.trainer_state import check_file
 from pipeline.errors import ForebayError, NotARun
 from pipeline.records import Location
@@ -82,6 +83,8 @@ class _Check:
         found = find_generations(self.layout, self.run_id)
         for number, error in found.damaged:
             self._note(os.path.join(self.layout.generations, f"{number:08d}", "manifest.json"), error)
+        for folder in without_manifest(self.layout):
+            self.unpromised.append(f"{folder}: holds no manifest, so it is no generation: unfinished, or damaged since")
         for stored in found.complete:
             self._generation(stored)
         # Segments first: what was read there need not be read again for the events that name it.

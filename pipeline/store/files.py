@@ -6,8 +6,11 @@ A test hands in a layer that fails, stops or kills at the k-th call. Reading nee
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
-from typing import Protocol
+from typing import BinaryIO, Protocol
+
+from pipeline.errors import Damaged
 
 _MOST_CHUNKS = 512  # below the least IOV_MAX in use
 
@@ -93,6 +96,20 @@ class OsFiles:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def open_plain(path: str) -> BinaryIO:
+    """Open a plain file to be read. What only stands under its name, such as a FIFO, is not waited for.
+
+    Raises:
+        Damaged: it is no plain file.
+        OSError: it cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Damaged(f"{path}: no plain file, where one of the run's should be. Restore it from a copy.")
+    return os.fdopen(handle, "rb")
 
 
 def _write_all(handle: int, part: list[memoryview]) -> int:

@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 import google_crc32c
 
 from pipeline.errors import Damaged, NewerFormat, OtherRun
+from pipeline.store.files import open_plain
 
 MAGIC = b"FBAY"
 FORMAT_VERSION = 1
@@ -39,7 +40,7 @@ def crc32c_more(checksum: int, chunk: bytes | bytearray | memoryview) -> int:
 def crc32c_of_file(path: str) -> tuple[int, str]:
     """Return a file's size and its crc32c as eight hexadecimal digits. Blocks."""
     checksum = size = 0
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         while chunk := file.read(16 << 20):
             checksum = crc32c_more(checksum, chunk)
             size += len(chunk)
@@ -153,7 +154,7 @@ def scan(
     """
     size = os.path.getsize(path)
     offset = 0
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         while offset < size:
             frame = read_frame(file, offset, path)
             if frame is None:

@@ -91,7 +91,7 @@ def read_journal(
             if frame.header.kind == SYNCED and synced is not None:
                 synced(frame.header.sequence)
             continue
-        for event in _events(frame, name, expected):
+        for event in events_of(frame, name, expected):
             yield Logged(name.incarnation, name.rank, expected, event)
             expected += 1
     if ended is not None:
@@ -99,8 +99,13 @@ def read_journal(
         ended(position, name.path, torn)
 
 
-def _events(frame: Frame, name: JournalName, expected: int) -> list[AnyEvent]:
-    """Return the events of a frame, the first of which must have the number ``expected``."""
+def events_of(frame: Frame, name: JournalName, expected: int) -> list[AnyEvent]:
+    """Return the events of a frame, the first of which must have the number ``expected``.
+
+    Raises:
+        Damaged: it is of another journal, or of another place in this one, or cannot be decoded.
+        NewerFormat: it holds an event that this version does not know.
+    """
     at = f"{name.path} at byte {frame.offset}"
     if (frame.header.incarnation, frame.header.rank) != (name.incarnation, name.rank):
         raise Damaged(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.errors import Damaged, NewerFormat, NotARun
-from pipeline.store.files import FilesLike
+from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import FORMAT_VERSION
 
 RUN_FILE = "run.json"
@@ -89,7 +89,7 @@ class Layout:
             Damaged: the marker cannot be read.
         """
         try:
-            with open(self.run_file, "rb") as file:
+            with open_plain(self.run_file) as file:
                 raw = file.read()
         except (FileNotFoundError, NotADirectoryError):
             self._refuse_foreign()
@@ -128,11 +128,20 @@ class Layout:
 
     def create_run(self, files: FilesLike) -> RunFile:
         """Make the folders and the marker of a new run."""
+        run = self.create_folders(files)
+        self.write_marker(files, run)
+        return run
+
+    def create_folders(self, files: FilesLike) -> RunFile:
+        """Make the folders of a new run, and return the marker that makes them one once it is written."""
         run = RunFile(run_id=secrets.token_hex(16))
         for folder in (self.directory, self.journals, self.segments, self.generations):
             files.makedirs(folder)
-        write_file(files, self.run_file, msgspec.json.format(msgspec.json.encode(run)) + b"\n")
         return run
+
+    def write_marker(self, files: FilesLike, run: RunFile) -> None:
+        """Make the folder a run."""
+        write_file(files, self.run_file, msgspec.json.format(msgspec.json.encode(run)) + b"\n")
 
 
 def write_file(files: FilesLike, path: str, content: bytes) -> None:

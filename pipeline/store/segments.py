@@ -10,6 +10,7 @@ import msgspec
 
 from pipeline.errors import Damaged
 from pipeline.records import Location
+from pipeline.store.files import open_plain
 from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c, decode_header
 from pipeline.store.layout import Layout
 
@@ -88,13 +89,16 @@ class PayloadReader:
             path = self._layout.segment(*number)
             wanted = sorted(by_file[number], key=_offset)
             try:
-                file = open(path, "rb")  # noqa: SIM115  closed by the block below
+                file = open_plain(path)  # closed by the block below
             except FileNotFoundError:
                 absent = Damaged(
                     f"{path}: the segment is missing; it holds uid {wanted[0][0]} and more. "
                     "Restore the file from a copy."
                 )
                 yield from ((place, absent) for place in wanted)
+                continue
+            except Damaged as error:
+                yield from ((place, error) for place in wanted)
                 continue
             with file:
                 # Mapped: one payload costs no system call. An empty file cannot be, and holds nothing anyway.

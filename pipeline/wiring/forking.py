@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.buffer.partials import Partials
+from pipeline.checkpoint.lines import inherit
 from pipeline.ledger import Ledger
 from pipeline.records import Location, Opened, PartSaved
 from pipeline.sampler import DrawPlan, Sampler
@@ -13,7 +14,6 @@ from pipeline.store.codec import read_header
 from pipeline.store.segments import PayloadReader, Place
 from pipeline.store.service import RunBlocking, WriterService
 from pipeline.wiring.evaluations import Evaluations
-from pipeline.wiring.lines import inherit
 from pipeline.wiring.recovery import Recovered
 
 _CHUNK = 64 << 20  # bytes of payloads that are held at a time

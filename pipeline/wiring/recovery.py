@@ -6,31 +6,30 @@ Everything here reads. It blocks, so it runs in a thread, and it is pure: twice 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.buffer.partials import Partials
+from pipeline.checkpoint.fold import ProducerFold, pending_batches
 from pipeline.checkpoint.generations import Stored, check_generation
+from pipeline.checkpoint.lines import PRODUCER_FILE, Line, read_inherited
+from pipeline.checkpoint.manifest import CONSUMER_FILE as CONSUMER_FILE
+from pipeline.checkpoint.manifest import PROGRESS_FILE as PROGRESS_FILE
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
+from pipeline.checkpoint.manifest import TRAINER_FOLDER as TRAINER_FOLDER
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
 from pipeline.ledger import BUFFERED, LEASED, PARKED, ConsumerHalf, Lease, Ledger
-from pipeline.records import BatchHint, Claimed, Feedback, Inherited, Location, Opened, PartSaved
+from pipeline.records import Claimed, Feedback, Inherited, Location, Opened, PartSaved
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
+from pipeline.store.files import open_plain
 from pipeline.store.journal import JournalPosition, Logged, read_journal, read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.wiring.evaluations import Evaluations
-from pipeline.wiring.lines import PRODUCER_FILE, Line, read_inherited
-from pipeline.wiring.state import PayloadPlaces
-
-CONSUMER_FILE = "consumer.json"
-PROGRESS_FILE = "progress.json"
-TRAINER_FOLDER = "trainer"
 
 
 class Recovered(NamedTuple):
@@ -84,7 +83,7 @@ def recover_run(
     _check_attached(stored, attached)
     half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
     path = os.path.join(stored.folder, PROGRESS_FILE)
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         progress, unknown = decode_progress(file.read(), path)
     saved = Saved(layout, stored, plans, run_tag, seed, opened, line, half, progress, unknown)
     if REPLAY_BUFFER in stored.manifest.left_out:
@@ -223,7 +222,7 @@ def _read_states(stored: Stored) -> dict[str, Any]:
     }
 
 
-class Fold:
+class Fold(ProducerFold):
     """Applies events, in the order of the journals, to everything that is recovered from them."""
 
     def __init__(
@@ -242,46 +241,22 @@ class Fold:
         line: the generation's manifest, for the batches that its own line handed out after it.
         discarded: journals of which not every event counts: incarnation, rank, and the last that does.
         """
-        self.ledger, self.sampler = Ledger(half), Sampler(plans, seed)
-        self.places = PayloadPlaces(places={})
-        self.partials = Partials()
+        super().__init__(half, plans, seed=seed, line=line, discarded=discarded)
         self.evaluations = Evaluations()
-        self.hints: list[BatchHint] = []
-        """The batches that the generation's own line handed out after it. The line is what the incarnation that
-        committed the generation did next; others are abandoned, and their hints ignored."""
-        self.events = self.set_aside = 0
-        self._caps = {(incarnation, rank): last for incarnation, rank, last in discarded}
         self._seed = seed
-        self._incarnation = -1 if line is None else line.incarnation
-        self._after = {} if line is None else {(each.incarnation, each.rank): each.sequence for each in line.journals}
 
-    def apply(self, logged: Logged) -> None:
-        """Take in the next event.
+    def apply(self, logged: Logged) -> bool:
+        """Take in the next event, and return whether it counts.
 
         Raises:
             UsageError: the run was begun with another seed.
         """
-        incarnation, rank, sequence, event = logged
-        if type(event) is Opened:
-            _check_seed(self._seed, event.seed)
-        if self._caps and sequence > self.last(incarnation, rank):
-            self.set_aside += 1
-            return
-        self.events += 1
-        self.ledger.apply(event)
-        self.sampler.apply(event)
-        self.places.apply(incarnation, rank, event)
-        self.partials.apply(incarnation, rank, event)
-        self.evaluations.apply(incarnation, rank, event)
-        if type(event) is BatchHint and incarnation == self._incarnation and sequence > self._from(incarnation, rank):
-            self.hints.append(event)
-
-    def last(self, incarnation: int, rank: int) -> int:
-        """Return the number of the last event of a journal that counts."""
-        return self._caps.get((incarnation, rank), sys.maxsize)
-
-    def _from(self, incarnation: int, rank: int) -> int:
-        return self._after.get((incarnation, rank), 0)
+        if type(logged.event) is Opened:
+            _check_seed(self._seed, logged.event.seed)
+        counts = super().apply(logged)
+        if counts:
+            self.evaluations.apply(logged.incarnation, logged.rank, logged.event)
+        return counts
 
 
 def _check_seed(given: int, before: int) -> None:
@@ -292,24 +267,9 @@ def _check_seed(given: int, before: int) -> None:
         )
 
 
-def pending_batches(ledger: Ledger, leases: Iterable[Lease], hints: Iterable[BatchHint], step: int) -> list[Lease]:
-    """Return the batches to hand out again: from ``step + 1`` on without a gap, as long as they are still whole."""
-    by_step = {lease.step: lease for lease in leases}
-    for hint in hints:  # the last word on a step counts: a batch may have been released and composed anew
-        by_step[hint.step] = Lease(step=hint.step, uids=hint.uids, lives=hint.lives, consumer=hint.consumer)
-    pending: list[Lease] = []
-    used: set[int] = set()
-    while (lease := by_step.get(step + len(pending) + 1)) is not None:
-        if not ledger.still_whole(lease) or used & set(lease.uids):
-            break
-        used |= set(lease.uids)
-        pending.append(lease)
-    return pending
-
-
 def _read_consumer(path: str) -> ConsumerHalf:
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             return msgspec.json.decode(file.read(), type=ConsumerHalf)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged(f"{path}: the consumer half is damaged ({error})") from None
@@ -325,6 +285,14 @@ def _check_attached(stored: Stored, attached: Sequence[str]) -> None:
         facts.append(f"attached, but not in the generation: {', '.join(absent)}")
     if extra:
         facts.append(f"in the generation, but not attached: {', '.join(extra)}")
+    paths = {name: f"{TRAINER_FOLDER}/{name}.safetensors" for name in absent}
+    damaged = {name: stored.manifest.left_out[path] for name, path in paths.items() if path in stored.manifest.left_out}
+    if damaged:
+        reasons = "; ".join(f"{name} is {why}" for name, why in damaged.items())
+        raise UsageError(
+            f"generation {stored.manifest.generation}: {'; '.join(facts)}. {reasons}. Call resume() without "
+            f"{', '.join(damaged)} attached, load it from elsewhere, and attach() it between resume() and start()"
+        )
     raise UsageError(
         f"generation {stored.manifest.generation}: {'; '.join(facts)}. Before resume(), attach() what was attached then"
     )

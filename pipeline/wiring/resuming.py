@@ -11,7 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, choose, find_generations
-from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.lines import find_line
+from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.ledger import BUFFERED, PARKED, WAITING
 from pipeline.observe import events
@@ -19,7 +20,6 @@ from pipeline.records import Dropped, EpochBegan, Opened
 from pipeline.sampler.progress import restore_in_place
 from pipeline.sampler.sampler import check_marks
 from pipeline.store.layout import Layout
-from pipeline.wiring.lines import find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
 from pipeline.wiring.tails import cut_off, unwritten_tails
@@ -225,7 +225,11 @@ def settle(state: RunState, restart: Sequence[str]) -> None:
 
 def describe(state: RunState, found: Found) -> Resumed:
     """Return what the user is told of a resume, and log what has changed."""
-    changed = _changes(state, found.stored.manifest)
+    manifest = found.stored.manifest
+    for path, why in manifest.left_out.items():
+        if path != REPLAY_BUFFER:
+            state.log.warning(events.GENERATION_INCOMPLETE, generation=manifest.generation, file=path, reason=why)
+    changed = _changes(state, manifest)
     for what, how in changed.items():
         before, _, now = how.rpartition(" -> ")
         state.log.warning(events.TASK_CHANGED, what=what, before=before, now=now)

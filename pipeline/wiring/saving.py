@@ -16,6 +16,7 @@ import msgspec
 
 from pipeline.checkpoint.collect import SegmentKey, collect
 from pipeline.checkpoint.generations import GenerationWriter, Kept, Stored, find_generations, retire
+from pipeline.checkpoint.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.checkpoint.triggers import CheckpointRequest
@@ -29,7 +30,6 @@ from pipeline.store.segments import SegmentInfo
 from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
 from pipeline.wiring.collecting import listed_segments, live_segments
-from pipeline.wiring.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
 from pipeline.wiring.state import RunState, window_marks
 

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-import msgspec
-
 from pipeline.buffer import GroupBuffer, MixedBuffer
 from pipeline.buffer.partials import Partials
 from pipeline.buffer.staleness import floor
@@ -29,10 +27,6 @@ from pipeline.records import (
     Failed,
     Feedback,
     Finished,
-    Inherited,
-    Location,
-    Moved,
-    Parked,
     Reopened,
     Rewarded,
     Started,
@@ -340,27 +334,3 @@ def window_marks(totals: TaskTotals) -> list[float]:
         totals.reward_count,
         totals.seconds,
     ]
-
-
-class PayloadPlaces(msgspec.Struct):
-    """Where the payloads of live groups lie, as the events said; collected while journals are folded."""
-
-    places: dict[int, dict[int, Location]] = {}
-
-    def apply(self, incarnation: int, rank: int, event: AnyEvent) -> None:
-        """Note where a finished member lies; a group that is run again begins anew."""
-        if type(event) is Finished or type(event) is Parked:
-            where = Location(incarnation, rank, event.segment, event.offset, event.length)
-            self.places.setdefault(event.uid, {})[event.member] = where
-        elif type(event) is Moved:
-            if event.member in self.places.get(event.uid, {}):
-                where = Location(incarnation, rank, event.segment, event.offset, event.length)
-                self.places[event.uid][event.member] = where
-        elif type(event) is Reopened and event.members:
-            for member in event.members:
-                self.places.get(event.uid, {}).pop(member, None)
-        elif type(event) is Reopened or type(event) is Dropped:
-            self.places.pop(event.uid, None)
-        elif type(event) is Inherited:
-            for item in event.items:
-                self.places[item.uid] = {place[0]: Location(*place[1:]) for place in item.places}

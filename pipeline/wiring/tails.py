@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipeline.checkpoint.lines import Line
 from pipeline.store.journal import JournalPosition, payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import PayloadReader, Place
-from pipeline.wiring.lines import Line
 
 
 class Tail(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 
 from pipeline import Pipeline
 from pipeline.checkpoint.generations import check_generation, find_generations
+from pipeline.checkpoint.lines import find_line
 from pipeline.ledger import STATES
 from pipeline.records import Opened
 from pipeline.sampler import DrawPlan
@@ -21,7 +22,6 @@ from pipeline.store.frames import FOOTER, PAYLOAD, scan
 from pipeline.store.journal import read_journal
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import PayloadReader
-from pipeline.wiring.lines import find_line
 from pipeline.wiring.recovery import Recovered, recover_run
 from tests.golden.make_v1 import EVERY_EVENT, OPTIONS, RUN_ID, Learner, tasks
 from tests.support.disk import tree

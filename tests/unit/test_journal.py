@@ -25,6 +25,7 @@ from pipeline.records import (
     Inherited,
     Interrupted,
     Mixed,
+    Moved,
     Opened,
     Parked,
     PartSaved,
@@ -96,6 +97,7 @@ EVENTS_OF_ALL_KINDS: list[AnyEvent] = [
         [(0, 2)],
         4,
     ),
+    Moved(2**40, 1, 2, 64, 33_000),
 ]
 
 

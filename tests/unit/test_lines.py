@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.checkpoint.lines import last_counted
 from pipeline.records import Opened
-from pipeline.wiring.lines import last_counted
 
 
 def test_without_anything_set_aside_everything_counts() -> None:

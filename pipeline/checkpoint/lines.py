@@ -18,6 +18,7 @@ from pipeline.errors import Damaged, ForebayError
 from pipeline.ledger import BUFFERED, FINISHED, LEASED, Ledger, TaskTotals
 from pipeline.records import Inherited, Location, Opened
 from pipeline.sampler import Sampler
+from pipeline.store.files import open_plain
 from pipeline.store.journal import read_journal
 from pipeline.store.layout import JournalName, Layout
 
@@ -39,7 +40,7 @@ def read_inherited(path: str) -> Inherited:
         Damaged: it is not that.
     """
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             return msgspec.msgpack.decode(file.read(), type=Inherited)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged(f"{path}: the list of what is to be drawn again is damaged ({error})") from None

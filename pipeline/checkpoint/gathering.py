@@ -1,0 +1,163 @@
+"""Everything that a salvage takes over but payloads and the trainer's files: read, and not yet written anywhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.checkpoint.losses import Loss
+from pipeline.checkpoint.manifest import PROGRESS_FILE, Manifest
+from pipeline.checkpoint.payloads import locate
+from pipeline.checkpoint.remains import Hole
+from pipeline.checkpoint.rescue import Rescue, look_beyond, rescue
+from pipeline.checkpoint.survey import Candidate
+from pipeline.ledger import ConsumerHalf
+from pipeline.records import Claimed, Opened
+from pipeline.sampler import Progress
+from pipeline.store.journal import Logged
+from pipeline.store.layout import Layout
+
+_MOST = 20  # items that are listed one by one
+
+
+class Gathered(NamedTuple):
+    """What a damaged run amounts to at the chosen generation."""
+
+    fold: Rescue
+    manifest: Manifest
+    half: ConsumerHalf
+    opened: Opened
+    """The event that begins the new run's journal; folded already."""
+    again: list[Claimed]
+    """Items of which nothing but their place in the source is known."""
+    losses: list[Loss]
+
+
+def gather(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candidates: Sequence[Candidate]) -> Gathered:
+    """Return what the chosen generation and the journals give. Blocks, and changes nothing.
+
+    Raises:
+        NewerFormat: a journal was written by a newer version.
+    """
+    manifest, half = chosen.manifest, chosen.half
+    assert manifest is not None
+    assert half is not None
+    again: list[Claimed] = []
+    losses: list[Loss] = []
+    if chosen.inherited is not None:  # it lists itself what is to be drawn again, and needs no journal
+        fold = Rescue(half, manifest, manifest.options.get("seed", 0), [])
+        next_uid, told = look_beyond(layout, run_tag, manifest)
+        listed = chosen.inherited
+        fold.add(Logged(0, 0, 0, msgspec.structs.replace(listed, next_uid=max(listed.next_uid, next_uid))))
+        fold.feedback += told
+    else:
+        others = [each.manifest for each in candidates if each.manifest is not None and each is not chosen]
+        fold = rescue(layout, run_tag, manifest, [each for each in others if each.run_id == manifest.run_id], half)
+        losses += [_hole(layout, *each) for each in fold.holes]
+        if fold.torn:
+            again, more = _fill(layout, run_tag, fold, half)
+            losses += more
+    opened = _opening(manifest, fold.sampler.seed, f"{run_id}/{manifest.generation}")
+    fold.ledger.apply(opened)
+    fold.partials.apply(opened.incarnation, opened.rank, opened)
+    fold.ledger.restore(half)
+    return Gathered(fold, manifest, half, opened, again, losses)
+
+
+def _opening(manifest: Manifest, seed: int, origin: str) -> Opened:
+    host, process = socket.gethostname(), os.getpid()
+    return Opened(1, 0, -1, manifest.step, manifest.step, seed, host, process, time.time(), origin=origin)
+
+
+def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tuple[list[Claimed], list[Loss]]:
+    """Claim what was claimed in the holes."""
+    wanted = {*fold.draws.unseen(half.trained), *fold.ended}
+    first = max(fold.ledger.next_uid, *(last + 1 for _, last in half.trained), *(uid + 1 for uid in fold.ended), 0)
+    filled = fold.draws.fill(fold.sampler, half, fold.ended, locate(layout, run_tag, wanted), first)
+    for event in filled.events:
+        fold.add(Logged(0, 0, 0, event))
+    hole = next(hole for hole, _ in fold.holes if hole.events)
+    losses = []
+    for claims, fate in (
+        (filled.again, "are run from the start"),
+        (filled.given_up, "may have been trained already, or came from a stream, and are not run again"),
+    ):
+        for task in sorted({each.task for each in claims}):
+            mine = [each for each in claims if each.task == task]
+            shown = ", ".join(f"{each.index} (epoch {each.epoch}, now uid {each.uid})" for each in mine[:_MOST])
+            more = f" and {len(mine) - _MOST} more" if len(mine) > _MOST else ""
+            what = f"{hole.name.path}: {len(mine)} items were claimed where events are missing"
+            losses.append(_loss(layout, hole, what, f"task {task}: items of index {shown}{more} {fate}"))
+    return filled.again, losses
+
+
+def _hole(layout: Layout, hole: Hole, left_out: int) -> Loss:
+    if not hole.events:
+        return _loss(layout, hole, hole.what, "nothing: no event lay there")
+    lost = f"events from number {hole.first} on, {hole.events} at the least"
+    if left_out:
+        lost += f"; {left_out} later ones, of items that were begun before or in it, say nothing without them"
+    return _loss(layout, hole, hole.what, lost)
+
+
+def _loss(layout: Layout, hole: Hole, what: str, lost: str) -> Loss:
+    path = os.path.relpath(hole.name.path, layout.directory)
+    return Loss(path=path, offset=hole.offset, bytes=hole.bytes, what=what, lost=lost)
+
+
+def segment_losses(layout: Layout, candidates: Sequence[Candidate], named: Collection[str]) -> list[Loss]:
+    """Say which segments are short or not there that a generation lists, of those that no loss has named yet."""
+    listed: dict[str, int] = {}
+    for each in candidates:
+        for info in each.manifest.segments if each.manifest is not None else ():
+            listed[info.name] = max(listed.get(info.name, 0), info.bytes)
+    losses = []
+    for name, promised in sorted(listed.items()):
+        path = os.path.join(layout.segments, os.path.basename(name))
+        there = os.path.getsize(path) if os.path.isfile(path) else 0
+        where = os.path.relpath(path, layout.directory)
+        if there < promised and where not in named:
+            what = f"{path}: {there} plain bytes are there, and {promised} were promised"
+            losses.append(Loss(path=where, offset=there, what=what, lost="nothing that the new run needs"))
+    return losses
+
+
+def generation_losses(layout: Layout, candidates: Sequence[Candidate], chosen: Candidate) -> list[Loss]:
+    """Say what is wrong with the generations."""
+    losses = []
+    for each in candidates:
+        for path, what in each.faults.items():
+            where = os.path.relpath(os.path.join(each.folder, path), layout.directory)
+            losses.append(Loss(path=where, what=what, lost=_fate(each, path, chosen)))
+    return losses
+
+
+def _fate(each: Candidate, path: str, chosen: Candidate) -> str:
+    assert chosen.manifest is not None
+    if each.half is None:
+        return f"{each.name}: it cannot be gone on from"
+    if each is chosen and path == PROGRESS_FILE:
+        return "the counts of what was asked for and produced, which begin anew"
+    if each is chosen:
+        return f"this file: it is left out, and the trainer must get it from elsewhere ({each.name})"
+    return f"nothing that was needed: {chosen.name} was taken, and not {each.name}"
+
+
+def progress_of(chosen: Candidate, half: ConsumerHalf) -> Progress:
+    """Return the generation's progress; if it is damaged, what the consumer half says."""
+    if chosen.progress is not None:
+        return chosen.progress
+    trained = {task: counts[0] for task, counts in half.trained_by_task.items()}
+    return Progress(
+        next_consumer_step=half.step + 1,
+        producer_future_step=half.step + 1,
+        target_upto_future_step=half.step,
+        target_samples=dict(trained),
+        consumed_samples=trained,
+        model_step=half.step,
+    )

@@ -1,0 +1,110 @@
+"""Salvaging: a new run out of what is whole of a damaged one, which is only read.
+
+The new run is a fork without a pipeline: a run id of its own, one journal that begins with what it inherits, segments
+with copies of the payloads, and one generation. Its marker is written last of all, so that what a failure left behind
+is no run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from pipeline.checkpoint.gathering import Gathered, gather, generation_losses, segment_losses
+from pipeline.checkpoint.losses import Loss, Salvaged
+from pipeline.checkpoint.new_run import Written, write_run
+from pipeline.checkpoint.survey import Candidate, choose_whole, survey
+from pipeline.errors import ConfigError, ForebayError, WriteFailed
+from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.layout import Layout
+
+
+def salvage(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    files: FilesLike | None = None,
+) -> Salvaged:
+    """Write everything that is whole of a damaged run into a new run. Blocks; the damaged run is only read.
+
+    ::
+
+        found = salvage("runs/a", "runs/a-salvaged")
+        for loss in found.losses:
+            print(loss.path, loss.what, loss.lost)
+
+    The new run begins with the newest generation whose trainer files are whole; if there is none, with the newest that
+    says what the weights have seen, without the files that are damaged. ``Pipeline(tasks, directory=target)`` and
+    ``resume()`` go on with it: what was trained stays trained, whole groups are used, and members whose payload is gone
+    are run again. Results of evaluations do not come along, as with a fork. No other process may write in the damaged
+    run meanwhile.
+
+    Args:
+        directory: the damaged run's.
+        target: where the new run goes; absent or empty. Nothing in it is shared with the damaged run.
+        step: take the newest generation of this step.
+        files: the file layer that the new run is written through.
+
+    Raises:
+        ConfigError: ``target`` holds something, or lies inside the damaged run.
+        NotARun: there is no run in ``directory``.
+        NewerFormat: a newer version wrote it.
+        StoreError: there is no generation of ``step``.
+        Damaged: no generation says what the weights have seen; the message says what is damaged in each.
+        WriteFailed: the new run could not be written; what lies in ``target`` is no run, and may be removed.
+    """
+    layout, new = Layout(os.fspath(directory)), Layout(os.fspath(target))
+    _check_target(layout, new)
+    run, candidates, losses = survey(layout)
+    chosen = choose_whole(candidates, step, layout.directory)
+    gathered = gather(layout, run.tag, run.run_id, chosen, candidates)
+    losses += [*generation_losses(layout, candidates, chosen), *gathered.losses]
+    try:
+        written = write_run(layout, run.tag, chosen, gathered, new, files or OsFiles())
+    except ForebayError:
+        raise
+    except OSError as error:
+        raise WriteFailed(f"{new.directory}: could not be written: {error}. Remove it, and try again") from error
+    return _told(layout.directory, new, chosen, candidates, gathered, written, losses)
+
+
+def _told(
+    directory: str,
+    new: Layout,
+    chosen: Candidate,
+    candidates: Sequence[Candidate],
+    gathered: Gathered,
+    written: Written,
+    losses: list[Loss],
+) -> Salvaged:
+    losses = [*losses, *written.losses]
+    losses += segment_losses(Layout(directory), candidates, {loss.path for loss in losses})
+    usable = sum(each.half is not None for each in candidates)
+    return Salvaged(
+        directory=new.directory,
+        run_id=written.run_id,
+        origin=gathered.opened.origin,
+        step=gathered.manifest.step,
+        losses=losses,
+        groups_kept=written.groups,
+        members_kept=written.members,
+        members_again=written.again + sum(each.size for each in gathered.again),
+        items_again=len(gathered.again),
+        generations_usable=usable,
+        generations_unusable=len(candidates) - usable,
+        left_out=chosen.left_out,
+    )
+
+
+def _check_target(layout: Layout, new: Layout) -> None:
+    """Refuse a target that holds something, or that would change the damaged run."""
+    source, target = os.path.realpath(layout.directory), os.path.realpath(new.directory)
+    if os.path.commonpath([source, target]) == source:
+        raise ConfigError.of("target", new.directory, f"must not lie in the run to be salvaged, {layout.directory}")
+    if not os.path.lexists(new.directory):
+        return
+    there = os.listdir(new.directory) if os.path.isdir(new.directory) else [os.path.basename(new.directory)]
+    if there:
+        shown = ", ".join(sorted(there)[:5])
+        raise ConfigError.of("target", new.directory, f"must be absent or an empty folder; it holds {shown}")

@@ -1,0 +1,220 @@
+"""Which generations of a damaged run can be used, and what is wrong with the others. Nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.checkpoint.lines import PRODUCER_FILE, read_inherited
+from pipeline.checkpoint.losses import Loss
+from pipeline.checkpoint.manifest import (
+    CONSUMER_FILE,
+    MANIFEST_FILE,
+    PROGRESS_FILE,
+    REPLAY_BUFFER,
+    FileInfo,
+    Manifest,
+    decode_manifest,
+)
+from pipeline.checkpoint.trainer_state import check_file
+from pipeline.errors import Damaged, NewerFormat, NotARun, StoreError
+from pipeline.ledger import ConsumerHalf
+from pipeline.records import Inherited
+from pipeline.sampler.progress import Progress, decode_progress
+from pipeline.store.files import open_plain
+from pipeline.store.layout import Layout, RunFile
+
+_NAME = re.compile(r"\d+")
+
+
+class Candidate(NamedTuple):
+    """A generation, as far as it can be read."""
+
+    number: int
+    folder: str
+    manifest: Manifest | None
+    half: ConsumerHalf | None
+    """None: this generation cannot be used."""
+    progress: Progress | None
+    unknown: dict[str, Any]
+    inherited: Inherited | None
+    """What is to be drawn again, of a generation without its buffer."""
+    faults: dict[str, str]
+    """What is wrong, by path in the generation's folder."""
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The trainer's files that are not whole, and why."""
+        own = (MANIFEST_FILE, CONSUMER_FILE, PROGRESS_FILE, PRODUCER_FILE)
+        return {path: why for path, why in self.faults.items() if path not in own}
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything that a trainer goes on from is there."""
+        return self.half is not None and not self.left_out
+
+    @property
+    def name(self) -> str:
+        """Its number, and its step if that is known."""
+        return f"generation {self.number}" + ("" if self.manifest is None else f" (step {self.manifest.step})")
+
+
+class Survey(NamedTuple):
+    """What a run's folder holds besides journals and segments."""
+
+    run: RunFile
+    candidates: list[Candidate]
+    losses: list[Loss]
+    """What is wrong with the marker."""
+
+
+def survey(layout: Layout) -> Survey:
+    """Look at the marker and at every generation. Blocks.
+
+    Raises:
+        NotARun: there is no run.
+        NewerFormat: a newer version wrote it.
+        Damaged: neither the marker nor a manifest says which run this is.
+    """
+    found = _manifests(layout)
+    run, losses = _identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
+    return Survey(run, [_examine(run.run_id, *each) for each in found], losses)
+
+
+def choose_whole(candidates: list[Candidate], step: int | None, where: str) -> Candidate:
+    """Return the newest generation with a whole trainer, or else the newest that says what the weights have seen.
+
+    Raises:
+        StoreError: there is none of ``step``.
+        Damaged: none can be used; the message says what is wrong with each.
+    """
+    asked = [each for each in candidates if each.manifest is not None and step in (None, each.manifest.step)]
+    if step is not None and not asked:
+        steps = sorted({each.manifest.step for each in candidates if each.manifest is not None})
+        raise StoreError(f"{where}: no generation of step {step} can be read; there are steps {steps}")
+    usable = [each for each in asked if each.half is not None]
+    if not usable:
+        told = "".join(
+            f"\n  {each.name}: {'; '.join(each.faults.values())}" for each in (candidates if step is None else asked)
+        )
+        raise Damaged(
+            f"{where}: no generation says what the weights have seen, so there is nothing that rollouts could be "
+            f"added to. Restore one of them from a copy:{told or ' there is none'}"
+        )
+    return ([each for each in usable if each.whole] or usable)[-1]
+
+
+def _manifests(layout: Layout) -> list[tuple[int, str, Manifest | str]]:
+    """Return number, folder, and manifest or what is wrong with it, of each generation, by rising number."""
+    found: list[tuple[int, str, Manifest | str]] = []
+    for number, path in _numbered(layout):
+        read: Manifest | str
+        try:
+            with open_plain(path) as file:
+                read = decode_manifest(file.read(), path)
+        except NewerFormat:
+            raise
+        except FileNotFoundError:
+            read = f"{path}: not there; the generation was never committed, or it was damaged since"
+        except OSError as error:
+            read = str(error)
+        found.append((number, os.path.dirname(path), read))
+    return found
+
+
+def without_manifest(layout: Layout) -> list[str]:
+    """Return the folders of generations that hold no manifest: never committed, or damaged since; nobody can tell."""
+    return [os.path.dirname(path) for _, path in _numbered(layout) if not os.path.lexists(path)]
+
+
+def _numbered(layout: Layout) -> list[tuple[int, str]]:
+    """Return the number of each generation and the path of its manifest, by rising number."""
+    try:
+        names = [name for name in os.listdir(layout.generations) if _NAME.fullmatch(name)]
+    except OSError:
+        return []
+    return [(int(name), os.path.join(layout.generations, name, MANIFEST_FILE)) for name in sorted(names, key=int)]
+
+
+def _identify(layout: Layout, manifests: list[Manifest]) -> tuple[RunFile, list[Loss]]:
+    """Return the run's marker; where it is damaged, what the manifests say instead."""
+    ids = Counter(each.run_id for each in manifests)
+    try:
+        run = layout.read_run() if os.path.isdir(layout.directory) else None
+        if run is None:
+            raise NotARun(f"{layout.directory}: there is no run to salvage")
+        if run.run_id in ids or not ids:
+            return run, []
+        error: OSError = Damaged(f"{layout.run_file}: it names run {run.run_id}, and no generation is of that run")
+    except NewerFormat:
+        raise
+    except OSError as caught:
+        error = caught
+    for run_id, _ in ids.most_common():
+        run = RunFile(run_id=run_id)
+        try:
+            run.tag  # noqa: B018  the id must be hexadecimal
+        except ValueError:
+            continue
+        lost = "nothing: the manifests say which run this is"
+        return run, [Loss(path=os.path.basename(layout.run_file), what=str(error), lost=lost)]
+    raise error
+
+
+def _examine(run_id: str, number: int, folder: str, read: Manifest | str) -> Candidate:
+    nothing = Candidate(number, folder, None, None, None, {}, None, {})
+    if isinstance(read, str):
+        return nothing._replace(faults={MANIFEST_FILE: read})
+    path = os.path.join(folder, MANIFEST_FILE)
+    if read.run_id != run_id:
+        return nothing._replace(faults={MANIFEST_FILE: f"{path}: of run {read.run_id}, and this is {run_id}"})
+    if read.generation != number:
+        return nothing._replace(faults={MANIFEST_FILE: f"{path}: says generation {read.generation}; renamed?"})
+    faults = {info.path: why for info in read.files if (why := _fault(folder, info)) is not None}
+    half = _read(faults, CONSUMER_FILE, lambda: _read_half(os.path.join(folder, CONSUMER_FILE)))
+    progress = _read(faults, PROGRESS_FILE, lambda: _read_progress(os.path.join(folder, PROGRESS_FILE)))
+    inherited = None
+    if REPLAY_BUFFER in read.left_out:
+        inherited = _read(faults, PRODUCER_FILE, lambda: read_inherited(os.path.join(folder, PRODUCER_FILE)))
+        half = half if inherited is not None else None
+    known, unknown = progress or (None, {})
+    return Candidate(number, folder, read, half, known, unknown, inherited, faults)
+
+
+def _read(faults: dict[str, str], path: str, read: Any) -> Any:
+    if path in faults:
+        return None
+    try:
+        return read()
+    except NewerFormat:
+        raise
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        faults[path] = str(error)
+        return None
+
+
+def _read_half(path: str) -> ConsumerHalf:
+    with open_plain(path) as file:
+        return msgspec.json.decode(file.read(), type=ConsumerHalf)
+
+
+def _read_progress(path: str) -> tuple[Progress, dict[str, Any]]:
+    with open_plain(path) as file:
+        return decode_progress(file.read(), path)
+
+
+def _fault(folder: str, info: FileInfo) -> str | None:
+    """Return what is wrong with a file of a generation, or None."""
+    root = os.path.realpath(folder)
+    path = os.path.join(root, info.path)
+    if os.path.lexists(path) and (os.path.realpath(path) != path or not os.path.isfile(path)):
+        return f"{path}: a link or a special file, where the manifest lists a plain one"
+    try:
+        check_file(path, size=info.bytes, checksum=info.crc32c)
+    except OSError as error:
+        return str(error)
+    return None
