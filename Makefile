@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.forebay-stamp
 SOAK ?= 20
 SEEDS ?= 10000
+FUZZ ?= 3600
 ARGS ?=
 TEST_ARGS ?=
 
@@ -60,10 +61,13 @@ format: $(STAMP)  ## put the code in the house format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-soak: $(STAMP)  ## play SEEDS simulated runs, and run the slow and the property tests SOAK times larger
+soak: $(STAMP)  ## SEEDS simulated runs, slow and property tests SOAK times larger, FUZZ seconds of fuzzing
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	@FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q -m slow --timeout=0 $(TEST_ARGS)
 	@FOREBAY_SOAK=$(SOAK) $(BIN)/python -m pytest -q --timeout=0 tests/properties
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt atheris \
+		|| echo "atheris cannot be installed here: the fuzzing goes by chance, not by coverage"
+	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ)
 
 bench: $(STAMP)  ## run the benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE, FileInfo, Manifest, decode_manifest, encode_manifest
 from pipeline.checkpoint.trainer_state import check_file
-from pipeline.errors import Damaged, OtherRun, StoreError, WriteFailed
+from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError, WriteFailed
 from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import crc32c, crc32c_of_file
 from pipeline.store.layout import Layout, write_file
@@ -51,18 +51,24 @@ def find_generations(layout: Layout, run_id: str) -> Found:
     damaged: list[tuple[int, Damaged]] = []
     try:
         names = [name for name in os.listdir(layout.generations) if _NAME.fullmatch(name)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         names = []
     for name in sorted(names, key=int):
         folder = os.path.join(layout.generations, name)
         path = os.path.join(folder, MANIFEST_FILE)
         try:
+            if not os.path.isdir(folder):
+                continue
             with open_plain(path) as file:
                 manifest = decode_manifest(file.read(), path)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            if os.path.islink(path):
+                damaged.append((int(name), Damaged(f"{path}: a link that leads nowhere")))
             continue
-        except Damaged as error:
-            damaged.append((int(name), error))
+        except NewerFormat:
+            raise
+        except StoreError as error:
+            damaged.append((int(name), Damaged(str(error))))
             continue
         if manifest.run_id != run_id:
             raise OtherRun(
@@ -80,7 +86,7 @@ def next_number(layout: Layout) -> int:
     """Return a number above that of every generation, whole or not."""
     try:
         numbers = [int(match[0]) for name in os.listdir(layout.generations) if (match := _NAME.match(name))]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         numbers = []
     return max(numbers, default=-1) + 1
 
@@ -114,12 +120,21 @@ def check_generation(stored: Stored) -> None:
     Raises:
         Damaged: names the first file that is missing, changed, or no plain file of the generation's folder.
     """
-    root = os.path.realpath(stored.folder)
     for info in stored.manifest.files:
-        path = os.path.join(root, info.path)
-        if os.path.lexists(path) and (os.path.realpath(path) != path or not os.path.isfile(path)):
-            raise Damaged(f"{path}: a link or a special file, where the manifest lists a plain one")
-        check_file(path, size=info.bytes, checksum=info.crc32c)
+        check_listed(stored, info)
+
+
+def check_listed(stored: Stored, info: FileInfo) -> None:
+    """Compare one file of a generation with its line in the manifest. Blocks.
+
+    Raises:
+        Damaged: it is missing, changed, or no plain file of the generation's folder.
+    """
+    root = os.path.realpath(stored.folder)
+    path = os.path.join(root, info.path)
+    if os.path.lexists(path) and (os.path.realpath(path) != path or not os.path.isfile(path)):
+        raise Damaged(f"{path}: a link or a special file, where the manifest lists a plain one")
+    check_file(path, size=info.bytes, checksum=info.crc32c)
 
 
 class GenerationWriter:
@@ -306,6 +321,9 @@ def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], kept: Kept
 def remove_tree(files: FilesLike, path: str) -> None:
     """Remove a folder and all in it, its manifest first; an absent one is no error."""
     if not os.path.lexists(path):
+        return
+    if os.path.islink(path) or not os.path.isdir(path):  # what a link leads to belongs to somebody else
+        files.unlink(path)
         return
     manifest = os.path.join(path, MANIFEST_FILE)
     if os.path.lexists(manifest):

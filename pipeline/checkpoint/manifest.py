@@ -91,10 +91,10 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
                 f"{where}: the manifest has format {version}; this version reads up to {MANIFEST_VERSION}. "
                 "Install a newer forebay."
             )
-        manifest = msgspec.convert(fields, Manifest)
+        manifest, checksum = msgspec.convert(fields, Manifest), _checksum(fields)
     except (msgspec.MsgspecError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{where}: the manifest is damaged ({error})") from None
-    if _checksum(fields) != manifest.checksum:
+    if checksum != manifest.checksum:
         raise Damaged(f"{where}: the manifest was changed; its checksum does not fit")
     for info in manifest.files:
         parts = info.path.split("/")

@@ -160,13 +160,20 @@ def read_state(path: str, *, size: int, checksum: str) -> Any:
         if kind == "device":
             return torch.device(content)
         if kind == "dtype":
-            return getattr(torch, content.removeprefix("torch."))
+            return _dtype(content)
         raise PlainValueError(f"unknown kind {kind!r}")
 
     try:
         return from_plain(msgspec.msgpack.decode(tree.numpy().tobytes()), leaf=leaf)
-    except (msgspec.MsgspecError, PlainValueError, KeyError, AttributeError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise Damaged(f"{path}: the state in it is damaged ({error})") from None
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(found, torch.dtype):  # the name is data: it must not reach anything else of that module
+        raise PlainValueError(f"{name!r} is no dtype")
+    return found
 
 
 def _read_tensors(path: str) -> dict[str, torch.Tensor]:
@@ -185,7 +192,8 @@ def check_file(path: str, *, size: int, checksum: str) -> None:
         Damaged: it is missing, of another length, or its bytes changed.
     """
     try:
-        found = os.path.getsize(path)
+        with open_plain(path) as file:
+            found = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise Damaged(f"{path}: missing, though the generation's manifest lists it ({size} bytes)") from None
     if found != size:

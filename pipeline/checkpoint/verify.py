@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import msgspec
 
 from pipeline.checkpoint.collect import Needs, segment_key
-from pipeline.checkpoint.generations import Stored, find_generations
+from pipeline.checkpoint.generations import Stored, check_listed, find_generations
 from pipeline.checkpoint.survey import without_manifest
-from pipeline.checkpoint.trainer_state import check_file
 from pipeline.errors import ForebayError, NotARun
 from pipeline.records import Location
 from pipeline.store.frames import PAYLOAD, scan
@@ -111,7 +110,7 @@ class _Check:
             path = os.path.join(stored.folder, info.path)
             try:
                 if not self.quick:
-                    check_file(path, size=info.bytes, checksum=info.crc32c)
+                    check_listed(stored, info)
                 elif _size(path) != info.bytes:
                     self._note(path, f"{path}: has {_size(path)} bytes; the manifest says {info.bytes}")
             except ForebayError as error:
@@ -198,5 +197,5 @@ def _files(directory: str) -> Iterator[str]:
 def _size(path: str) -> int:
     try:
         return os.path.getsize(path)
-    except FileNotFoundError:
+    except OSError:  # gone, or a link to nowhere
         return 0

@@ -273,6 +273,7 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError)
 _decode_layout = msgspec.json.Decoder(dict[str, _Entry]).decode
 
 
@@ -287,7 +288,7 @@ def read_blob(blob: bytes | bytearray | memoryview, where: str = "payload") -> d
         layout = _decode_layout(bytes(blob[8 : 8 + length]))
         data = np.frombuffer(bytearray(memoryview(blob)[8 + length :]), np.uint8)
         return {name: _view(data, entry) for name, entry in layout.items()}
-    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, KeyError, OverflowError) as error:
+    except (*_UNREADABLE, RuntimeError) as error:  # of which a RecursionError is one
         raise Damaged(f"{where}: not a safetensors blob ({error})") from None
 
 
@@ -313,7 +314,7 @@ def read_header(blob: bytes, where: str = "payload") -> PayloadHeader:
         length = int.from_bytes(blob[:8], "little")
         start, end = _decode_layout(blob[8 : 8 + length])[ITEM_KEY].data_offsets
         return _decode_header(blob[8 + length + start : 8 + length + end])
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (*_UNREADABLE, RecursionError) as error:
         raise Damaged(f"{where}: the item header is damaged ({error})") from None
 
 

@@ -1,6 +1,7 @@
 """Every call that the store makes to change the file system, in one replaceable object.
 
-A test hands in a layer that fails, stops or kills at the k-th call. Reading needs no such seam.
+A test hands in a layer that fails, stops or kills at the k-th call. Reading needs no such seam, but one way to open
+what may not be what its name says.
 """
 
 from __future__ import annotations
@@ -10,9 +11,31 @@ import stat
 from collections.abc import Sequence
 from typing import BinaryIO, Protocol
 
-from pipeline.errors import Damaged
+from pipeline.errors import Damaged, StoreError
 
 _MOST_CHUNKS = 512  # below the least IOV_MAX in use
+
+
+def open_plain(path: str) -> BinaryIO:
+    """Open a file for reading that must be a plain one: a pipe would be waited for, and a device has no end.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        Damaged: it is no plain file.
+        StoreError: it cannot be opened.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from None
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # a name may be none that the operating system knows
+        raise StoreError(f"{path}: cannot be opened: {error}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Damaged(f"{path}: a folder or a special file, where a plain one belongs")
+    return open(handle, "rb")
 
 
 class FilesLike(Protocol):
@@ -96,20 +119,6 @@ class OsFiles:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def open_plain(path: str) -> BinaryIO:
-    """Open a plain file to be read. What only stands under its name, such as a FIFO, is not waited for.
-
-    Raises:
-        Damaged: it is no plain file.
-        OSError: it cannot be opened.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise Damaged(f"{path}: no plain file, where one of the run's should be. Restore it from a copy.")
-    return os.fdopen(handle, "rb")
 
 
 def _write_all(handle: int, part: list[memoryview]) -> int:

@@ -27,6 +27,7 @@ EVENTS, PAYLOAD, SYNCED, FOOTER = 1, 2, 3, 4
 _HEADER = struct.Struct("<4sBBHIIQQIIQQI")
 _CRC = struct.Struct("<I")
 _ZEROS = bytes(ALIGN)
+_LOOK = 1 << 16  # a multiple of ALIGN: no header lies across two pieces
 
 crc32c = google_crc32c.value
 
@@ -152,9 +153,9 @@ def scan(
         OtherRun: a frame carries another run's tag.
         NewerFormat: a frame is of a format that this version does not know.
     """
-    size = os.path.getsize(path)
     offset = 0
-    with open_plain(path) as file:
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
         while offset < size:
             frame = read_frame(file, offset, path)
             if frame is None:
@@ -175,11 +176,22 @@ def scan(
         ended(offset, max(0, size - offset))  # of the last record, padding alone may be missing
 
 
+def _open(path: str) -> BinaryIO:
+    try:
+        return open_plain(path)
+    except FileNotFoundError:
+        raise Damaged(f"{path}: missing; restore it from a copy") from None
+
+
 def _synced_after(file: BinaryIO, offset: int, size: int, where: str) -> bool:
     """Whether a synced mark lies beyond ``offset``: then what lies there was promised, and is damaged."""
-    for start in range(offset + ALIGN, size - HEADER_BYTES + 1, ALIGN):
+    for start in range(offset + ALIGN, size, _LOOK):
         file.seek(start)
-        header = decode_header(file.read(HEADER_BYTES), where)
-        if header is not None and header.kind == SYNCED:
-            return True
+        chunk = file.read(_LOOK)
+        place = chunk.find(MAGIC)
+        while place >= 0:
+            header = decode_header(chunk[place : place + HEADER_BYTES], where) if place % ALIGN == 0 else None
+            if header is not None and header.kind == SYNCED:
+                return True
+            place = chunk.find(MAGIC, place + 1)
     return False

@@ -116,7 +116,7 @@ def events_of(frame: Frame, name: JournalName, expected: int) -> list[AnyEvent]:
         events = _decode_events(frame.payload)
     except msgspec.ValidationError as error:
         raise NewerFormat(f"{at}: holds an event unknown to this version ({error}). Install a newer forebay.") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"{at}: the events cannot be decoded ({error})") from None
     if frame.header.sequence != expected:
         raise Damaged(f"{at}: event {frame.header.sequence} follows, but {expected} was expected")

@@ -27,8 +27,9 @@ from pipeline.store.frames import FORMAT_VERSION
 RUN_FILE = "run.json"
 KIND = "forebay run"
 LOCK_FILE = "lock"
-_JOURNAL = re.compile(r"(\d+)-(\d+)\.fbj")
-_SEGMENT = re.compile(r"(\d+)-(\d+)-(\d+)\.fbs")
+# No longer number than a frame's header has room for is one of ours.
+_JOURNAL = re.compile(r"(\d{1,9})-(\d{1,9})\.fbj")
+_SEGMENT = re.compile(r"(\d{1,9})-(\d{1,9})-(\d{1,18})\.fbs")
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,8 @@ class RunLock:
         """
         if sys.platform == "win32":
             raise StoreError("runs in a directory need fcntl locks, which Windows lacks; use WSL")
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # No link is followed: what it leads to would be written over.
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         status = os.fstat(handle)
         key = (status.st_dev, status.st_ino)
         if _held.get(key) == os.getpid():

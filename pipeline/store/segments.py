@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from pipeline.errors import Damaged
+from pipeline.errors import Damaged, StoreError
 from pipeline.records import Location
 from pipeline.store.files import open_plain
 from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c, decode_header
@@ -89,16 +89,11 @@ class PayloadReader:
             path = self._layout.segment(*number)
             wanted = sorted(by_file[number], key=_offset)
             try:
-                file = open_plain(path)  # closed by the block below
-            except FileNotFoundError:
-                absent = Damaged(
-                    f"{path}: the segment is missing; it holds uid {wanted[0][0]} and more. "
-                    "Restore the file from a copy."
-                )
+                file = open_plain(path)
+            except (FileNotFoundError, StoreError) as error:
+                how = "the segment is missing" if isinstance(error, FileNotFoundError) else str(error)
+                absent = Damaged(f"{path}: {how}; it holds uid {wanted[0][0]} and more. Restore the file from a copy.")
                 yield from ((place, absent) for place in wanted)
-                continue
-            except Damaged as error:
-                yield from ((place, error) for place in wanted)
                 continue
             with file:
                 # Mapped: one payload costs no system call. An empty file cannot be, and holds nothing anyway.

@@ -21,7 +21,7 @@ from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.checkpoint.manifest import TRAINER_FOLDER as TRAINER_FOLDER
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
-from pipeline.ledger import BUFFERED, LEASED, PARKED, ConsumerHalf, Lease, Ledger
+from pipeline.ledger import ConsumerHalf, Lease, Ledger
 from pipeline.records import Claimed, Feedback, Inherited, Location, Opened, PartSaved
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
@@ -30,6 +30,11 @@ from pipeline.store.journal import JournalPosition, Logged, read_journal, read_j
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.wiring.evaluations import Evaluations
+
+_UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What an event that no pipeline wrote may raise when it is applied."""
+_MOST_MEMBERS = 1 << 20
+"""Of a group: a number in a journal must not ask for a terabyte."""
 
 
 class Recovered(NamedTuple):
@@ -145,8 +150,11 @@ def _recover_without_buffer(saved: Saved) -> Recovered:
     inherited = msgspec.structs.replace(listed, next_uid=max(listed.next_uid, next_uid))
     ledger, sampler = Ledger(half), Sampler(saved.plans, saved.seed)
     ledger.apply(saved.opened)
-    ledger.apply(inherited)
-    sampler.apply(inherited)
+    try:
+        ledger.apply(inherited)
+        sampler.apply(inherited)
+    except _UNFIT as error:
+        raise Damaged(f"{os.path.join(stored.folder, PRODUCER_FILE)}: what it lists {_how(error)}") from None
     for told in feedback:
         sampler.apply(told)
     ledger.restore(half)
@@ -208,7 +216,13 @@ def _fold_journals(
             torn(path, position.bytes, left)
 
     for logged in read_journals(layout, run_tag=run_tag, promised=promised, skip=unneeded, ended=ended):
-        folded.apply(logged)
+        try:
+            folded.apply(logged)
+        except ForebayError:
+            raise
+        except _UNFIT as error:
+            path = layout.journal(logged.incarnation, logged.rank)
+            raise Damaged(f"{path}: event {logged.sequence} {_how(error)}") from None
     return positions
 
 
@@ -253,10 +267,16 @@ class Fold(ProducerFold):
         """
         if type(logged.event) is Opened:
             _check_seed(self._seed, logged.event.seed)
+        elif type(logged.event) is Claimed and logged.event.size > _MOST_MEMBERS:
+            raise ValueError(f"a group of {logged.event.size}")
         counts = super().apply(logged)
         if counts:
             self.evaluations.apply(logged.incarnation, logged.rank, logged.event)
         return counts
+
+
+def _how(error: Exception) -> str:
+    return f"does not fit what came before it ({type(error).__name__}: {error}); no pipeline wrote it"
 
 
 def _check_seed(given: int, before: int) -> None:
@@ -270,7 +290,12 @@ def _check_seed(given: int, before: int) -> None:
 def _read_consumer(path: str) -> ConsumerHalf:
     try:
         with open_plain(path) as file:
-            return msgspec.json.decode(file.read(), type=ConsumerHalf)
+            half = msgspec.json.decode(file.read(), type=ConsumerHalf)
+        if any(len(lease.uids) != len(lease.lives) for lease in half.leases):
+            raise ValueError("a lease has not as many lives as groups")
+        if any(first > last for first, last in half.trained):
+            raise ValueError("what is trained begins after its end")
+        return half
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged(f"{path}: the consumer half is damaged ({error})") from None
 
@@ -312,10 +337,11 @@ def _read_partials(layout: Layout, run_tag: int, ledger: Ledger, partials: Parti
 
 
 def _check_payloads(layout: Layout, run_tag: int, ledger: Ledger, places: Mapping[int, Mapping[int, Location]]) -> None:
-    """Read every payload of a finished group once: damage is found now, not when its batch is due."""
+    """Read every payload that is kept once: damage is found now, not when its batch is due.
+
+    Also those of groups of which other members are still to run: when the power went, their events may be there without
+    them, and the journal ends before such an event.
+    """
     PayloadReader(layout, run_tag).verify(
-        (entry.uid, member, location)
-        for entry in ledger.entries.values()
-        if entry.state in (BUFFERED, LEASED, PARKED)
-        for member, location in places.get(entry.uid, {}).items()
+        (uid, member, location) for uid in ledger.entries for member, location in places.get(uid, {}).items()
     )

@@ -34,8 +34,8 @@ class Clocked:
         return Rollout({"n": [item["n"]]}, reward=1.0)
 
 
-def make(directory: str, run: Any, files: Any, durability: Any = "power") -> Pipeline:
-    given = Task("numbers", source=numbers(60), run=run, shuffle=False)
+def make(directory: str, run: Any, files: Any, durability: Any = "power", size: int = 1) -> Pipeline:
+    given = Task("numbers", source=numbers(60), run=run, shuffle=False, group_size=size)
     options: dict[str, Any] = {"concurrency": 3, "capacity": 60, "durability": durability, "segment_bytes": 3000}
     return inline_pipeline(given, directory=directory, files=files, max_deaths=99, **options)
 
@@ -56,10 +56,12 @@ def nothing(name: str) -> bool:
 Lucky = Callable[[str], bool]
 
 
-async def until_the_power_goes(directory: str, target: str, when: float, durability: str, lucky: Lucky) -> set[int]:
+async def until_the_power_goes(
+    directory: str, target: str, when: float, durability: str, lucky: Lucky, size: int = 1
+) -> set[int]:
     """Live for a while. Returns what had ended more than a second before the end, or was in the last checkpoint."""
     run, files, trained = Clocked(), VolatileFiles(), Trained()
-    async with make(directory, run, files, durability) as pipe:
+    async with make(directory, run, files, durability, size) as pipe:
         await begin(pipe, trained=trained)
         began, saved = anyio.current_time(), set[int]()
         while anyio.current_time() < began + when:
@@ -93,17 +95,18 @@ async def test_what_is_promised_is_there(tmp_path: Path, durability: str, lucky:
     assert durability == "kill" or when < 2 or promised
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("lucky", [nothing, journals_alone, segments_alone])
 @pytest.mark.parametrize("seed", range(12))
-async def test_again_and_again_every_item_is_trained_once(tmp_path: Path, lucky: Lucky, seed: int) -> None:
+async def test_again_and_again_every_item_is_trained_once(tmp_path: Path, lucky: Lucky, seed: int, size: int) -> None:
     chance = random.Random(seed)
     directory = str(tmp_path / "0")
     for loss in range(1, 5):
         durability, target = chance.choice(["power", "kill"]), str(tmp_path / str(loss))
-        await until_the_power_goes(directory, target, chance.uniform(0.2, 5.0), durability, lucky)
+        await until_the_power_goes(directory, target, chance.uniform(0.2, 5.0), durability, lucky, size)
         directory = target
     for _ in range(2):  # what was left out stays left out
-        async with make(directory, Clocked(), ScriptedFiles()) as pipe:
+        async with make(directory, Clocked(), ScriptedFiles(), size=size) as pipe:
             trained = Trained()
             await begin(pipe, trained=trained)
             await finish(pipe, trained, 2)
