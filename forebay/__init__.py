@@ -24,6 +24,7 @@ _ours("tasks")
 
 from pipeline import Batch as Batch  # noqa: E402
 from pipeline import ClosedError as ClosedError  # noqa: E402
+from pipeline import Committed as Committed  # noqa: E402
 from pipeline import ConfigError as ConfigError  # noqa: E402
 from pipeline import Context as Context  # noqa: E402
 from pipeline import Damaged as Damaged  # noqa: E402
@@ -65,6 +66,7 @@ from pipeline import UsageError as UsageError  # noqa: E402
 from pipeline import WriteFailed as WriteFailed  # noqa: E402
 from pipeline import ZeroVariance as ZeroVariance  # noqa: E402
 from pipeline import configure as configure  # noqa: E402
+from pipeline import recorded_batches as recorded_batches  # noqa: E402
 from tasks import EnvSeeds as EnvSeeds  # noqa: E402
 from tasks import JsonlSource as JsonlSource  # noqa: E402
 from tasks import NStep as NStep  # noqa: E402

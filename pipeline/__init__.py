@@ -42,4 +42,6 @@ from pipeline.sampler import Progress as Progress
 from pipeline.sync_form import SyncPipeline as SyncPipeline
 from pipeline.task import Task as Task
 from pipeline.wiring.evaluations import Evaluation as Evaluation
+from pipeline.wiring.recorded import recorded_batches as recorded_batches
 from pipeline.wiring.resuming import Resumed as Resumed
+from pipeline.wiring.sharing import Committed as Committed

@@ -41,6 +41,7 @@ from pipeline.store.files import FilesLike
 from pipeline.task import Task
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.run import Run
+from pipeline.wiring.sharing import OnCommit
 from pipeline.wiring.statistics import BatchStatistics, Statistics, take_statistics
 from pipeline.wiring.verbs import OutsideVerbs
 from pipeline.wiring.weights import Running
@@ -56,6 +57,8 @@ class Pipeline(OutsideVerbs):
         tasks: what to run, with distinct names.
         options: a :class:`~pipeline.PipelineOptions` or a mapping of plain values.
         engine: where attempts run; this process if left out.
+        on_commit: told of each generation once it is on the disk, beside everything else: an async function, or a plain
+            one, which gets a thread. It gets a :class:`~pipeline.Committed`, whose files it may copy elsewhere.
         files: the file layer, for tests.
         inline: write on the event loop, for tests on a virtual clock; ``"eager"``: each event at once.
         **more: single options; they win over ``options``.
@@ -71,6 +74,7 @@ class Pipeline(OutsideVerbs):
         *,
         engine: Engine | None = None,
         files: FilesLike | None = None,
+        on_commit: OnCommit | None = None,
         inline: bool | Literal["eager"] = False,
         **more: Any,
     ) -> None:
@@ -87,7 +91,7 @@ class Pipeline(OutsideVerbs):
         base = options.to_dict() if isinstance(options, PipelineOptions) else dict(options or {})
         self.options = PipelineOptions.of({**base, **more})
         self._tasks = given
-        self._run = Run(given, self.options, files=files, engine=engine, inline=inline)
+        self._run = Run(given, self.options, files=files, engine=engine, inline=inline, on_commit=on_commit)
         self._last = BatchStatistics()
 
     # -- opening and closing -----------------------------------------------------------------------------------
@@ -140,7 +144,12 @@ class Pipeline(OutsideVerbs):
         self._run.attach(objects)
 
     async def resume(
-        self, step: int | None = None, *, from_: str | os.PathLike[str] | None = None, restart: Sequence[str] = ()
+        self,
+        step: int | None = None,
+        *,
+        from_: str | os.PathLike[str] | None = None,
+        external: str | os.PathLike[str] | None = None,
+        restart: Sequence[str] = (),
     ) -> Resumed:
         """Go on from the newest generation, or from the newest one of ``step``; nothing is produced yet.
 
@@ -151,16 +160,18 @@ class Pipeline(OutsideVerbs):
             step: the trainer's step to go back to.
             from_: another run's directory. Its state begins a new run in this pipeline's own directory, which must hold
                 none yet; the other run is only read.
+            external: the path of a checkpoint of the trainer's own: the generation that was saved with it.
             restart: tasks to begin anew, because their source is another one now.
 
         Raises:
             Damaged: something that was promised to be there is not; the message says what and where.
             SourceMismatch: a task's source is another one.
-            StoreError: there is no generation of ``step``, or no run in ``from_``.
+            StoreError: there is no generation of ``step`` or for ``external``, or no run in ``from_``; or what the
+                generation was saved with as ``external`` is gone.
             UsageError: other names are attached than were saved, another seed, or resumed or started before.
         """
         await self._honour()
-        found = await self._run.find(step, restart, None if from_ is None else os.fspath(from_))
+        found = await self._run.find(step, restart, from_=from_, external=external)
         if found is None:
             return Resumed()
         self._run.check_sources(found, restart)

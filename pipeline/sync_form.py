@@ -133,11 +133,16 @@ class SyncPipeline:
         self._run.attach(objects)
 
     def resume(
-        self, step: int | None = None, *, from_: str | os.PathLike[str] | None = None, restart: Sequence[str] = ()
+        self,
+        step: int | None = None,
+        *,
+        from_: str | os.PathLike[str] | None = None,
+        external: str | os.PathLike[str] | None = None,
+        restart: Sequence[str] = (),
     ) -> Resumed:
         """See :meth:`pipeline.Pipeline.resume`. Attached objects are loaded on this thread."""
         self._honour()
-        found = self._call(self._run.find, step, restart, None if from_ is None else os.fspath(from_))
+        found = self._call(partial(self._run.find, step, restart, from_=from_, external=external))
         if found is None:
             return Resumed()
         self._do(self._run.check_sources, found, restart)
@@ -210,13 +215,16 @@ class SyncPipeline:
         """Version of the weights that rollouts are made with."""
         return self._pipe.version
 
-    def save(self, step: int, *, replay_buffer: bool = True) -> SyncSaving:
+    def save(
+        self, step: int, *, replay_buffer: bool = True, external: str | os.PathLike[str] | None = None
+    ) -> SyncSaving:
         """See :meth:`pipeline.Pipeline.save`. The trainer's tensors are read on this thread."""
         self._do(self._run.require_open)
-        return self._save(step, "save", replay_buffer=replay_buffer)
+        own = self._run.saves.check_external(external)
+        return self._save(step, "save", replay_buffer=replay_buffer, external=own)
 
-    def _save(self, step: int | None, reason: str, *, replay_buffer: bool = True) -> SyncSaving:
-        capture = self._capture(step, reason, replay_buffer=replay_buffer)
+    def _save(self, step: int | None, reason: str, *, replay_buffer: bool = True, external: str = "") -> SyncSaving:
+        capture = self._capture(step, reason, replay_buffer=replay_buffer, external=external)
         if capture is None:
             assert step is not None
             request, saving = self._do(self._run.saves.memory_save, step)
@@ -225,14 +233,17 @@ class SyncPipeline:
         self._leave(request, saving)
         return SyncSaving(saving, self._call)
 
-    def _capture(self, step: int | None, reason: str, *, replay_buffer: bool = True) -> Capture | None:
+    def _capture(
+        self, step: int | None, reason: str, *, replay_buffer: bool = True, external: str = ""
+    ) -> Capture | None:
         """Begin a generation and write the trainer's part of it, on this thread. None without a directory."""
         saves, capture = self._run.saves, None
         if not self._call(saves.acquire):
             return None
         try:
             states = saves.capture_states()
-            capture = self._do(partial(saves.begin, step, reason, states, replay_buffer=replay_buffer))
+            begin = partial(saves.begin, step, reason, states, replay_buffer=replay_buffer, external=external)
+            capture = self._do(begin)
             saves.write_trainer(capture)
         except BaseException:
             self._do(saves.fail, capture)

@@ -91,13 +91,15 @@ def next_number(layout: Layout) -> int:
     return max(numbers, default=-1) + 1
 
 
-def choose(found: Found, step: int | None, where: str) -> Stored:
-    """Return the generation to resume: the newest, or the newest of ``step``.
+def choose(found: Found, step: int | None, where: str, external: str | None = None) -> Stored:
+    """Return the generation to resume: the newest, or the newest of ``step``, or that goes with ``external``.
 
     Raises:
         Damaged: the newest has a damaged manifest; the message offers the one before.
-        StoreError: there is none of ``step``; the message lists the steps that there are.
+        StoreError: there is none of ``step``, or for ``external``; the message lists what there is.
     """
+    if external is not None:
+        return _choose_external(found, step, where, external)
     if step is None:
         newest = found.complete[-1] if found.complete else None
         if found.damaged and (newest is None or found.damaged[-1][0] > newest.manifest.generation):
@@ -111,6 +113,17 @@ def choose(found: Found, step: int | None, where: str) -> Stored:
     if not matching:
         steps = sorted({stored.manifest.step for stored in found.complete})
         raise StoreError(f"{where}: no generation of step {step}; there are steps {', '.join(map(str, steps))}")
+    return matching[-1]
+
+
+def _choose_external(found: Found, step: int | None, where: str, external: str) -> Stored:
+    having = {each.manifest.external: each.manifest.step for each in found.complete if each.manifest.external}
+    of_step = [each for each in found.complete if step is None or each.manifest.step == step]
+    matching = [each for each in of_step if each.manifest.external == external]
+    if not matching:
+        known = ", ".join(f"{path} (step {of})" for path, of in having.items()) or "none"
+        which = "no generation" if step is None else f"no generation of step {step}"
+        raise StoreError(f"{where}: {which} goes with {external}. Saved with external=: {known}")
     return matching[-1]
 
 
@@ -269,6 +282,8 @@ class Kept(NamedTuple):
     """Those that were written less than so many seconds before ``now``."""
     now: float = 0.0
     """Seconds since 1970."""
+    held: frozenset[int] = frozenset()
+    """Numbers of those that are being read."""
 
     def choose(self, stored: list[Stored]) -> set[int]:
         """Return the numbers of those that stay, of ``stored`` by rising number."""
@@ -280,7 +295,7 @@ class Kept(NamedTuple):
             kept |= {number for step, number in newest.items() if step % self.every == 0}
         if self.within_s is not None:
             kept |= {each.manifest.generation for each in stored if self.now - _written(each) < self.within_s}
-        return kept
+        return kept | self.held
 
 
 def _written(stored: Stored) -> float:

@@ -60,6 +60,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The incarnation in which this line inherited its state: journals of earlier ones are not needed. 0: all are."""
     origin: str = ""
     """Run id and generation that the run was forked from, in its first generation."""
+    external: str = ""
+    """Path of the trainer's own checkpoint that the generation goes with, as it was given."""
     checksum: str = ""
     """crc32c of this manifest's compact JSON with an empty checksum, unknown fields and their order included."""
 

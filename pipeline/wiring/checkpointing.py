@@ -15,7 +15,7 @@ import anyio.abc
 
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.checkpoint.triggers import CheckpointRequest
-from pipeline.errors import Stopped, UsageError
+from pipeline.errors import Stopped, StoreError, UsageError
 from pipeline.interfaces import Stateful
 from pipeline.observe import events
 from pipeline.store.files import FilesLike
@@ -74,16 +74,36 @@ class Checkpointing:
                 self.triggers.give_back(capture.request)
 
     def begin(
-        self, step: int | None, reason: str, states: Sequence[CapturedState], *, replay_buffer: bool = True
+        self,
+        step: int | None,
+        reason: str,
+        states: Sequence[CapturedState],
+        *,
+        replay_buffer: bool = True,
+        external: str = "",
     ) -> Capture:
         """Ack ``step``, if there is one, and capture everything, in one window. What triggers asked for is in it."""
         assert self._saver is not None
         if step is not None:
             self._consumer.ack(step)
-        capture = self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer)
+        capture = self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer, external=external)
+        self.own_files |= bool(external)
         self.triggers.saved(self._state.ledger.step)
         capture.request = self.triggers.take()
         return capture
+
+    @staticmethod
+    def check_external(path: str | os.PathLike[str] | None) -> str:
+        """Return the path of the trainer's own checkpoint as text; empty if there is none.
+
+        Raises:
+            StoreError: it is not there.
+        """
+        if path is None:
+            return ""
+        if not os.path.lexists(path):
+            raise StoreError(f"external={os.fspath(path)!r}: there is nothing; write it before save()")
+        return os.fspath(path)
 
     def commit_later(self, capture: Capture, group: anyio.abc.TaskGroup) -> Saving:
         """Leave the rest of a save to a task beside the trainer."""

@@ -9,6 +9,7 @@ import msgspec
 
 from pipeline.buffer.storages import SegmentKey
 from pipeline.checkpoint.collect import segment_key, segment_name
+from pipeline.errors import WriteFailed
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.store.segments import SegmentInfo
@@ -62,13 +63,16 @@ def sync_dead_lives(layout: Layout, files: FilesLike, since: int, before: int) -
     The generation that a resume commits counts on it; a loss of power must not take what a kill had left.
 
     Raises:
-        OSError: something could not be synced.
+        WriteFailed: something could not be synced.
     """
-    for journal in layout.list_journals():
-        if since <= journal.incarnation < before:
-            files.sync_path(journal.path)
-    for name in layout.list_segments():
-        if since <= segment_key(name)[0] < before:
-            files.sync_path(os.path.join(layout.segments, name))
-    for folder in (layout.journals, layout.segments):
-        files.sync_directory(folder)
+    try:
+        for journal in layout.list_journals():
+            if since <= journal.incarnation < before:
+                files.sync_path(journal.path)
+        for name in layout.list_segments():
+            if since <= segment_key(name)[0] < before:
+                files.sync_path(os.path.join(layout.segments, name))
+        for folder in (layout.journals, layout.segments):
+            files.sync_directory(folder)
+    except OSError as error:
+        raise WriteFailed(f"{layout.directory}: could not be synced: {error}. A retry may work") from error

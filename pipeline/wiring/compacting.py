@@ -13,7 +13,7 @@ from typing import Any
 import anyio.lowlevel
 
 from pipeline.buffer.storages import SegmentKey
-from pipeline.checkpoint.collect import segment_key, segment_name
+from pipeline.checkpoint.collect import archived, segment_key, segment_name
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.errors import Damaged, StoreError
 from pipeline.observe import events
@@ -43,6 +43,7 @@ class Compactor:
         begun = max((each.segment for each in manifest.journals if each.incarnation == own), default=0)
         live = self._state.buffer.storage.live  # partial rollouts and evaluations go by themselves, and soon
         held = [(key, info) for info in manifest.segments if (key := segment_key(info.name)) in live]
+        held = [(key, info) for key, info in held if not archived(key[2], options.archived_share)]  # they stay anyway
         dead = sum(info.bytes - info.live for _, info in held)
         if dead <= 2 * options.segment_bytes + sum(info.live for _, info in held) / SPARSE:
             return None

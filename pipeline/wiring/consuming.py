@@ -225,7 +225,8 @@ class Consumer:
         absent = [uid for uid, held in blobs.items() if held is None]
         if absent:
             blobs.update(await self._read(absent))
-        groups = [self._group(lease.step, entries[uid], blobs[uid]) for uid in lease.uids]
+        least = floor(lease.step, self._state.options.max_staleness) if self._state.masks else None
+        groups = [group_of(lease.step, entries[uid], blobs[uid], least) for uid in lease.uids]
         return Batch(lease.step, groups, release=self.release, repeated=repeated)
 
     async def _read(self, uids: list[int]) -> dict[int, list[bytes]]:
@@ -245,21 +246,32 @@ class Consumer:
             for uid, members in held.items()
         }
 
-    def _group(self, step: int, entry: Entry, blobs: list[bytes] | None) -> Group:
-        if not blobs:
-            raise Damaged(f"uid {entry.uid} is buffered, but no payload of it is known")
-        least = floor(step, self._state.options.max_staleness) if self._state.masks else None
-        return Group(
-            entry.uid,
-            entry.task,
-            entry.epoch,
-            entry.index,
-            entry.effective,
-            entry.newest,
-            staleness(step, entry.effective),
-            entry.rewards / len(blobs),
-            blobs,
-            entry.given,
-            _least=least,
-            _aged=frozenset() if least is None else entry.members_below(least),
-        )
+
+def group_of(step: int, entry: Entry, blobs: list[bytes] | None, least: int | None) -> Group:
+    """Return a group as the trainer of ``step`` gets it.
+
+    Args:
+        step: the trainer's step.
+        entry: what the ledger says of the item.
+        blobs: its members' payloads, in order.
+        least: the oldest version of a token that is not masked, where tokens are judged.
+
+    Raises:
+        Damaged: there is no payload.
+    """
+    if not blobs:
+        raise Damaged(f"uid {entry.uid} is buffered, but no payload of it is known")
+    return Group(
+        entry.uid,
+        entry.task,
+        entry.epoch,
+        entry.index,
+        entry.effective,
+        entry.newest,
+        staleness(step, entry.effective),
+        entry.rewards / len(blobs),
+        blobs,
+        entry.given,
+        _least=least,
+        _aged=frozenset() if least is None else entry.members_below(least),
+    )

@@ -63,6 +63,9 @@ class RunFolder:
     def _look(self) -> None:
         run = self.layout.read_run() or self.layout.create_run(self.files)
         self.run_id, self.tag = run.run_id, run.tag
+        for folder in (self.layout.journals, self.layout.segments, self.layout.generations):
+            if not os.path.isdir(folder):  # a copy may lack what was empty
+                self.files.makedirs(folder)
         journals = self.layout.list_journals()
         found = find_generations(self.layout, run.run_id)
         lived = [name.incarnation for name in journals]

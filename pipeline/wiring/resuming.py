@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,9 @@ from pipeline.records import Dropped, EpochBegan, Opened
 from pipeline.sampler.progress import restore_in_place
 from pipeline.sampler.sampler import check_marks
 from pipeline.store.layout import Layout
+from pipeline.store.segments import PayloadReader
+from pipeline.store.service import RunBlocking, WriterService
+from pipeline.wiring.forking import copy_payloads, forked, place_parts
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
 from pipeline.wiring.tails import cut_off, unwritten_tails
@@ -48,6 +51,8 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that came back and wait for a reward."""
     changed: dict[str, str] = {}
     """What is not as it was saved: ``{"tasks.math.share": "1.0 -> 3.0"}``. It is honoured from the next draw."""
+    external: str = ""
+    """Path of the trainer's own checkpoint that the generation goes with: ``save(step, external=path)``."""
     set_aside: int = 0
     """Events of after the generation that do not count: by ``after_crash="discard"``, for want of the buffer, or as
     the power went before their payloads were on the disk."""
@@ -84,7 +89,9 @@ class Found(msgspec.Struct, frozen=True):
     origin: Origin
 
 
-def find_to_resume(state: RunState, origin: Origin, step: int | None, attached: Sequence[str]) -> Found:
+def find_to_resume(
+    state: RunState, origin: Origin, step: int | None, attached: Sequence[str], external: str | None = None
+) -> Found:
     """Read and check the generation to resume and what came after it. Blocks, and changes nothing.
 
     Raises:
@@ -96,7 +103,8 @@ def find_to_resume(state: RunState, origin: Origin, step: int | None, attached: 
     found = find_generations(layout, origin.run_id)
     if not found.complete and not found.damaged:
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
-    stored = choose(found, step, layout.directory)
+    stored = choose(found, step, layout.directory, external)
+    _check_external(stored.manifest)
     line = find_line(layout, origin.tag, stored.manifest, discard=state.options.after_crash == "discard")
     opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
     if origin.forked:  # its base is this incarnation: what an earlier try left in the folder does not count
@@ -128,6 +136,14 @@ def find_to_resume(state: RunState, origin: Origin, step: int | None, attached: 
             opened = msgspec.structs.replace(opened, discarded=line.discarded)
         recovered = recover(opened=opened, line=line)
     return Found(stored, recovered, opened, origin)
+
+
+def _check_external(manifest: Manifest) -> None:
+    if manifest.external and not os.path.lexists(manifest.external):
+        raise StoreError(
+            f"generation {manifest.generation}, of step {manifest.step}, was saved with the trainer's checkpoint "
+            f"{manifest.external}, which is not there (from {os.getcwd()}). Bring it back, or resume(step=) one before"
+        )
 
 
 def opening(state: RunState, generation: int, step: int, parent: int = -1) -> Opened:
@@ -242,5 +258,33 @@ def describe(state: RunState, found: Found) -> Resumed:
         repeated=len(state.pending),
         parked=state.ledger.count(PARKED),
         changed=changed,
+        external=found.stored.manifest.external,
         set_aside=found.recovered.set_aside,
     )
+
+
+async def load_for_filters(state: RunState, reader: PayloadReader, in_thread: RunBlocking[Any]) -> None:
+    """Read what has finished of groups that a filter will look at when they are whole; it cannot wait then."""
+    places = [
+        (uid, member, place)
+        for uid, entry in state.ledger.entries.items()
+        if entry.unsettled or entry.state == PARKED
+        if entry.task in state.tasks and state.tasks[entry.task].filter is not None
+        if uid in state.buffer.storage
+        for member, (_, place) in state.buffer.storage.get(uid).items()
+        if place is not None
+    ]
+    blobs = await in_thread(lambda: reader.read_many(places))
+    for uid, member, place in places:
+        state.buffer.storage.put(uid, member, blobs[uid, member], place)
+
+
+async def fork(state: RunState, found: Found, writer: WriterService, in_thread: RunBlocking[Any]) -> Found:
+    """Copy what another run's state needs into this run's segments."""
+    before, reader = found.recovered, PayloadReader(found.origin.layout, found.origin.tag)
+    lives = {uid: entry.life for uid, entry in before.ledger.entries.items()}
+    places = await copy_payloads(reader, writer, before.places, lives, in_thread)
+    parts = place_parts(before.partials, writer, lives)
+    await writer.flush()
+    plans, seed = list(state.plans.values()), state.options.seed
+    return msgspec.structs.replace(found, recovered=forked(before, found.opened, plans, seed, places, parts))

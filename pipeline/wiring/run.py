@@ -6,6 +6,7 @@ and belong to the trainer's thread; the rest belongs to the event loop.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -21,9 +22,8 @@ from pipeline.checkpoint.generations import Stored
 from pipeline.clock import running_clock
 from pipeline.config import PipelineOptions
 from pipeline.engines import LocalEngine
-from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError, WriteFailed
+from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError
 from pipeline.interfaces import Engine, Stateful
-from pipeline.ledger import PARKED
 from pipeline.observe import Watchdog, events
 from pipeline.records import Closed, Opened
 from pipeline.runner.pool import Pool
@@ -40,7 +40,6 @@ from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.folder import RunFolder
-from pipeline.wiring.forking import copy_payloads, forked, place_parts
 from pipeline.wiring.outside import Outside, StreamFeed
 from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.producing import Producer
@@ -52,10 +51,13 @@ from pipeline.wiring.resuming import (
     check_sources,
     describe,
     find_to_resume,
+    fork,
+    load_for_filters,
     opening,
     settle,
 )
 from pipeline.wiring.saving import OWN_FILES, Capture, Saver, Saving, link_trainer
+from pipeline.wiring.sharing import OnCommit, Sharing
 from pipeline.wiring.state import RunState
 from pipeline.wiring.triggering import Triggers
 from pipeline.wiring.weights import Weights
@@ -76,6 +78,7 @@ class Run:
         files: FilesLike | None = None,
         engine: Engine | None = None,
         inline: bool | Literal["eager"] = False,
+        on_commit: OnCommit | None = None,
     ) -> None:
         self.options = options
         self.state = RunState(tasks, options)
@@ -103,6 +106,9 @@ class Run:
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
         self._compactor: Compactor | None = None
+        self._sharing: Sharing | None = None
+        if on_commit is not None and self._folder is not None:
+            self._sharing = Sharing(self.state, self._folder.layout, on_commit, self.in_thread)
 
     # -- opening and closing -----------------------------------------------------------------------------------
 
@@ -122,6 +128,9 @@ class Run:
             self._saver.next_generation = folder.next_generation
             self._compactor = Compactor(self.state, folder.layout, folder.tag, self.in_thread)
             self._saver.on_committed = self._committed
+            if self._sharing is not None:
+                sharing = self._sharing
+                self._saver.held = lambda: frozenset(sharing.held)
         try:
             await self._supervisor.start(self._body)
         except BaseException:
@@ -151,6 +160,8 @@ class Run:
                             await self._supervisor.stopping.wait()
                     if self._saver is not None:
                         await self._saver.idle()
+                    if self._sharing is not None:
+                        await self._sharing.idle()
                     group.cancel_scope.cancel("the pipeline is closed")
         except Exception as error:
             self.state.log.error(events.RUN_FAILED, error=repr(root_cause(error)))
@@ -162,7 +173,9 @@ class Run:
                 await self._seal()
 
     def _committed(self, stored: Stored) -> None:
-        """What follows a commit, beside everything else: a sparse segment is emptied."""
+        """What follows a commit, beside everything else: others are told, and a sparse segment is emptied."""
+        if self._sharing is not None and self._sharing.add(stored) and self._group is not None:
+            self._group.start_soon(self._sharing.run, name="forebay on_commit")
         compactor = self._compactor
         if compactor is None or compactor.busy or self._group is None or not self.state.writing or self.state.ended:
             return
@@ -232,7 +245,14 @@ class Run:
         if self._saver is not None:
             self._saver.raise_failed()
 
-    async def find(self, step: int | None, restart: Sequence[str], from_: str | None = None) -> Found | None:
+    async def find(
+        self,
+        step: int | None,
+        restart: Sequence[str],
+        *,
+        from_: str | os.PathLike[str] | None = None,
+        external: str | os.PathLike[str] | None = None,
+    ) -> Found | None:
         """Read and check the generation to resume and what came after it. Changes nothing.
 
         Returns:
@@ -251,14 +271,16 @@ class Run:
                 "folder that holds none yet. To go on with the run that it holds, call resume() without from_"
             )
         if folder is None or (from_ is None and not folder.used):
-            if step is not None:
-                raise StoreError(f"resume(step={step}): {self.options.directory or 'memory'} holds no generation")
+            if step is not None or external is not None:
+                where = self.options.directory or "memory"
+                raise StoreError(f"resume(step={step}, external={external}): {where} holds no generation")
             return None
 
         def look() -> Found:
             own = Origin(folder.layout, folder.run_id, folder.tag, False)
-            origin = own if from_ is None else Origin.other(from_)
-            return find_to_resume(self.state, origin, step, list(self.attached))
+            origin = own if from_ is None else Origin.other(os.fspath(from_))
+            beside = None if external is None else os.fspath(external)
+            return find_to_resume(self.state, origin, step, list(self.attached), beside)
 
         return await self.in_thread(look)
 
@@ -272,7 +294,7 @@ class Run:
         assert saver is not None
         writer = await self._open_writer(found.opened, apply=False)
         if found.origin.forked:
-            found = await self._fork(found, writer)
+            found = await fork(state, found, writer, self.in_thread)
         adopt(state, found)
         self.weights.require_update(state.version)
         if found.recovered.inherited is not None:  # folded already, as the event before it
@@ -282,7 +304,8 @@ class Run:
             for part in found.recovered.parts:
                 writer.writer.append(part)
         settle(state, restart)
-        await self._load_for_filters()
+        assert self.consumer.reader is not None
+        await load_for_filters(state, self.consumer.reader, self.in_thread)
         self.producer.requeue_all()
         saver.parent = -1 if found.origin.forked else found.stored.manifest.generation
         saver.journals = found.recovered.positions
@@ -290,9 +313,13 @@ class Run:
         await saver.acquire()
         try:
             if not found.origin.forked:
-                await self._keep_from_power_loss(found)
+                since = found.stored.manifest.incarnation
+                await self.in_thread(
+                    lambda: sync_dead_lives(found.origin.layout, self._files, since, state.incarnation)
+                )
             capture = saver.begin("fork" if found.origin.forked else "resume", [], list(self.attached))
-            capture.manifest = msgspec.structs.replace(capture.manifest, origin=found.opened.origin)
+            external = found.stored.manifest.external
+            capture.manifest = msgspec.structs.replace(capture.manifest, origin=found.opened.origin, external=external)
             link_trainer(capture, found.stored)
             await self.in_thread(lambda: capture.write_trainer(self._files))
         except BaseException:
@@ -300,46 +327,11 @@ class Run:
             raise
         await saver.finish(capture)
         self.triggers.saved(state.ledger.step)
-        self.saves.own_files = any(info.path.startswith(OWN_FILES + "/") for info in found.stored.manifest.files)
+        files = found.stored.manifest.files
+        self.saves.own_files = bool(external) or any(info.path.startswith(OWN_FILES + "/") for info in files)
         resumed = describe(state, found)
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
-
-    async def _keep_from_power_loss(self, found: Found) -> None:
-        """Sync what the lives since the generation had written, as the next generation will count on it."""
-        assert self._folder is not None
-        layout, since = self._folder.layout, found.stored.manifest.incarnation
-        try:
-            await self.in_thread(lambda: sync_dead_lives(layout, self._files, since, self.state.incarnation))
-        except OSError as error:
-            raise WriteFailed(f"{layout.directory}: could not be synced: {error}. A retry may work") from error
-
-    async def _load_for_filters(self) -> None:
-        """Read what has finished of groups that a filter will look at when they are whole; it cannot wait then."""
-        state, reader = self.state, self.consumer.reader
-        assert reader is not None
-        places = [
-            (uid, member, place)
-            for uid, entry in state.ledger.entries.items()
-            if entry.unsettled or entry.state == PARKED
-            if entry.task in state.tasks and state.tasks[entry.task].filter is not None
-            if uid in state.buffer.storage
-            for member, (_, place) in state.buffer.storage.get(uid).items()
-            if place is not None
-        ]
-        blobs = await self.in_thread(lambda: reader.read_many(places))
-        for uid, member, place in places:
-            state.buffer.storage.put(uid, member, blobs[uid, member], place)
-
-    async def _fork(self, found: Found, writer: WriterService) -> Found:
-        """Copy what another run's state needs into this run's segments."""
-        before, reader = found.recovered, PayloadReader(found.origin.layout, found.origin.tag)
-        lives = {uid: entry.life for uid, entry in before.ledger.entries.items()}
-        places = await copy_payloads(reader, writer, before.places, lives, self.in_thread)
-        parts = place_parts(before.partials, writer, lives)
-        await writer.flush()
-        plans, seed = list(self.state.plans.values()), self.options.seed
-        return msgspec.structs.replace(found, recovered=forked(before, found.opened, plans, seed, places, parts))
 
     async def _open_writer(self, opened: Opened, *, apply: bool) -> WriterService:
         """Begin this incarnation's journal. Its first event was folded already when ``apply`` is false."""

@@ -125,6 +125,8 @@ class Saver:
         self._busy = False
         self._free = Signal()
         self._failed: ForebayError | None = None
+        self.held: Callable[[], frozenset[int]] = frozenset
+        """Numbers of generations that are being read, and are not to be removed."""
         self._complete: list[Stored] | None = None
         """The complete generations, once they have been read."""
         self.committed = False
@@ -161,7 +163,13 @@ class Saver:
             raise error
 
     def begin(
-        self, reason: str, states: Sequence[CapturedState], attached: Sequence[str], *, replay_buffer: bool = True
+        self,
+        reason: str,
+        states: Sequence[CapturedState],
+        attached: Sequence[str],
+        *,
+        replay_buffer: bool = True,
+        external: str = "",
     ) -> Capture:
         """Capture everything as of now, without an await."""
         state = self._state
@@ -179,6 +187,7 @@ class Saver:
             attached=sorted(attached),
             options=state.options.to_dict(),
             tasks={name: task.describe() for name, task in state.tasks.items()},
+            external=external,
             left_out={} if replay_buffer else {REPLAY_BUFFER: "saved with replay_buffer=False"},
         )
         writer = GenerationWriter(self._layout, self._files, number)
@@ -282,7 +291,7 @@ class Saver:
             self._complete = find_generations(self._layout, stored.manifest.run_id).complete
         else:
             self._complete.append(stored)
-        kept = Kept(options.keep, options.keep_every, options.keep_within_s, self._state.clock.wall())
+        kept = Kept(options.keep, options.keep_every, options.keep_within_s, self._state.clock.wall(), self.held())
         for number in retire(self._layout, self._files, self._complete, kept):
             self._complete = [each for each in self._complete if each.manifest.generation != number]
             self._state.log.debug(events.GENERATION_REMOVED, generation=number)

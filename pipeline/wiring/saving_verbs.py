@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,7 +24,9 @@ class SavingVerbs:
 
     _run: Run
 
-    async def save(self, step: int, *, replay_buffer: bool = True) -> Saving:
+    async def save(
+        self, step: int, *, replay_buffer: bool = True, external: str | os.PathLike[str] | None = None
+    ) -> Saving:
         """Commit a generation: the weights include every batch up to ``step``, which is acked in the same commit.
 
         Rollouts go on. Returns once the trainer's tensors have been read, so that they may change; the rest is written
@@ -34,15 +37,18 @@ class SavingVerbs:
             step: the trainer's step.
             replay_buffer: False saves a list of what has not been trained instead of the rollouts: after a resume all
                 of it is drawn again, oldest first. Such a generation needs neither journals nor segments.
+            external: path of a checkpoint of the trainer's own, whole already, that the generation goes with. A resume
+                says which it was, and is refused where it is gone.
 
         Raises:
             UsageError: ``step`` was never handed out, or something attached cannot be stored.
             WriteFailed: it could not be written; the generations before it stand, and a retry may work.
         """
         self._run.require_open()
-        return await self._save(step, "save", replay_buffer=replay_buffer)
+        own = self._run.saves.check_external(external)
+        return await self._save(step, "save", replay_buffer=replay_buffer, external=own)
 
-    async def _save(self, step: int | None, reason: str, *, replay_buffer: bool = True) -> Saving:
+    async def _save(self, step: int | None, reason: str, *, replay_buffer: bool = True, external: str = "") -> Saving:
         run = self._run
         if not await run.saves.acquire():
             assert step is not None
@@ -50,7 +56,8 @@ class SavingVerbs:
         else:
             capture = None
             try:
-                capture = run.saves.begin(step, reason, run.saves.capture_states(), replay_buffer=replay_buffer)
+                states = run.saves.capture_states()
+                capture = run.saves.begin(step, reason, states, replay_buffer=replay_buffer, external=external)
                 await run.in_thread(partial(run.saves.write_trainer, capture))
             except BaseException:
                 run.saves.fail(capture)

@@ -148,6 +148,12 @@ async def test_little_is_not_worth_it(run_directory: str) -> None:
     assert moves(run_directory) == []
 
 
+async def test_what_is_archived_stays_where_it_is(run_directory: str) -> None:
+    await most_of_it(run_directory, archive="all")
+    assert moves(run_directory) == []
+    assert Layout(run_directory).list_segments()[0] == "000001-0000-000001.fbs"
+
+
 async def test_memory_durability_writes_nothing_between_saves(run_directory: str) -> None:
     await most_of_it(run_directory, durability="none")
     assert moves(run_directory) == []
