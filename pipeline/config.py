@@ -271,6 +271,10 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     archive: Literal["none", "all"] | float = "none"
     """Payloads lie in segments, and a segment goes when no kept generation needs it. ``all``, or a share of them from 0
     to 1, stay for good: so what was trained can be looked at, or be trained again, later."""
+    max_disk_bytes: int | None = None
+    """Most that the run's folder may hold. From 90% of it on a generation is asked for, since that lets go what is not
+    needed any more; at the bound nothing new is begun, and what is in flight is still written. Count the trainer's
+    files of ``keep`` + 1 generations in."""
     save_every: int | None = None
     """Steps. A generation is committed when the weights have passed a multiple of it."""
     save_every_s: float | None = None
@@ -307,7 +311,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         for option in ("max_deaths", "max_rerolls", "rank"):
             self._at_least(option, 0)
         self._at_least("max_staleness", 0, none_ok=True)
-        for option in ("capacity", "keep", "keep_every", "batch_groups", "save_every"):
+        for option in ("capacity", "keep", "keep_every", "batch_groups", "save_every", "max_disk_bytes"):
             self._at_least(option, 1, none_ok=True)
         if self.capacity is not None and self.batch_groups is not None and self.batch_groups > self.capacity:
             raise ConfigError(
@@ -370,7 +374,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         if self.stop_at is not None:
             calendar_time(self.stop_at)
         if self.directory is None:
-            for option in ("save_every", "save_every_s", "save_signals"):
+            for option in ("save_every", "save_every_s", "save_signals", "max_disk_bytes"):
                 if getattr(self, option):
                     raise ConfigError.of(option, getattr(self, option), "needs a directory")
 

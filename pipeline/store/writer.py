@@ -70,6 +70,8 @@ class StoreWriter:
         self._events: list[AnyEvent] = []
         self._payloads: list[_Queued] = []
         self._payload_bytes = 0
+        self.queued_in_all = 0
+        """Bytes that were queued since the beginning, about as they take on the disk."""
         self._taken_events = self._taken_bytes = 0
         self._segment, self._offset = 1, 0
         # The writing side.
@@ -94,6 +96,7 @@ class StoreWriter:
     def append(self, event: AnyEvent) -> None:
         """Queue an event; its number in the journal is ``sequence`` afterwards."""
         self._events.append(event)
+        self.queued_in_all += _EVENT_COST
 
     def place(self, blob: bytes, uid: int, member: int, life: int) -> Location:
         """Queue a payload and return where it will lie."""
@@ -102,6 +105,7 @@ class StoreWriter:
         size = len(blob)
         location = Location(self.incarnation, self.rank, self._segment, self._offset, size)
         self._offset += frame_bytes(size)
+        self.queued_in_all += frame_bytes(size)
         self._payload_bytes += size + _EVENT_COST
         self._payloads.append(_Queued(location, uid, member, life, blob))
         return location

@@ -145,6 +145,12 @@ class Checkpointing:
             state.log.warning(events.CHECKPOINT_LEFT, reason=request.reason)
         return "leave" if request.then == "continue" else "settle"
 
+    def is_about_to_save(self) -> bool:
+        """Whether a generation is being written, or will be as soon as the trainer's wait is cut for it."""
+        if self._saver is not None and self._saver.busy:
+            return True
+        return self.triggers.heard() is not None and not self.own_files
+
     async def settle(self, request: CheckpointRequest | None, saving: Saving | None) -> Stopped | None:
         """End a request that ``saving`` was made for, or that needed none. Returns what a stop is to raise.
 

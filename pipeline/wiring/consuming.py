@@ -211,6 +211,9 @@ class Consumer:
             f"nothing may start: {ledger.count(LEASED)} are leased, {ledger.step} steps are trained, the weights have "
             f"version {version}, max_staleness={options.max_staleness}, capacity={options.capacity}"
         )
+        disk = self._producer.disk
+        if disk is not None and disk.full:
+            return f"{facts}. {disk.why()}"
         if self._state.weights_failed:
             return f"{facts}. The last weight_update failed, and nothing starts until one succeeds"
         if options.max_staleness is not None and ledger.step - version > options.max_staleness:

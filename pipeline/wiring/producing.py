@@ -25,6 +25,7 @@ from pipeline.sampler.sampler import Draw
 from pipeline.store.codec import pack
 from pipeline.store.contents import decode_content, encode_content
 from pipeline.wiring.admission import Admission
+from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import EvaluationJob, Evaluator
 from pipeline.wiring.groups import Filters, GroupDeadlines, Limits
 from pipeline.wiring.pacing import Pacing
@@ -69,6 +70,7 @@ class Producer:
         self._item: Item | None = None  # the last that was read, for the other members of its group
         self._facts: RunFacts | None = None
         self._admission, self._parts = Admission(state), PartKeeper(state)
+        self.disk: DiskUse | None = None
         reroll = state.options.reroll
         self._tail = Tail(state, self.requeue, reroll.tail) if reroll is not None and reroll.tail > 1 else None
         state.on_expired = self.requeue if self._tail is None else self._tail.gather
@@ -118,6 +120,8 @@ class Producer:
     @property
     def blocked(self) -> bool:
         """Whether nothing could be started now although nothing is paused."""
+        if self.disk is not None and self.disk.full:
+            return self.disk.hopeless
         if self.paused or self._ready or self._opened is not None:
             return False
         if self._tail and self._state.sampler.exhausted:
@@ -138,7 +142,7 @@ class Producer:
 
     def next_job(self) -> Job | None:
         """Return the next attempt, recorded as started, or None if none may start now."""
-        if self.paused or self._state.failure is not None:
+        if self.paused or self._state.failure is not None or (self.disk is not None and self.disk.full):
             return None
         if self._evaluations and not self._asking:
             return self._next_of_both()

@@ -37,6 +37,7 @@ from pipeline.wiring.checkpointing import Checkpointing
 from pipeline.wiring.collecting import sync_dead_lives
 from pipeline.wiring.compacting import Compactor
 from pipeline.wiring.consuming import Consumer
+from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.folder import RunFolder
@@ -102,6 +103,9 @@ class Run:
             self.state, self.consumer, self._saver, self.triggers, self._files, self.in_thread, stop_file
         )
         self.attached = self.saves.attached
+        if self._folder is not None:
+            disk = self.producer.disk = DiskUse(self.state, self._folder.layout, self.in_thread)
+            disk.ask, disk.relief = self.triggers.ask, self.saves.is_about_to_save
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
@@ -176,12 +180,21 @@ class Run:
         """What follows a commit, beside everything else: others are told, and a sparse segment is emptied."""
         if self._sharing is not None and self._sharing.add(stored) and self._group is not None:
             self._group.start_soon(self._sharing.run, name="forebay on_commit")
+        if self.producer.disk is not None and self._group is not None and not self.state.ended:
+            self.producer.disk.looking = True
+            self._group.start_soon(self._look_at_disk, name="forebay disk")
         compactor = self._compactor
         if compactor is None or compactor.busy or self._group is None or not self.state.writing or self.state.ended:
             return
         key = compactor.sparsest(stored.manifest)
         if key is not None:
             self._group.start_soon(compactor.empty, key, name="forebay compaction")
+
+    async def _look_at_disk(self) -> None:
+        assert self.producer.disk is not None
+        await self.producer.disk.look()
+        if not self.producer.paused and self._pool is not None:
+            self._pool.pump()
 
     async def _seal(self) -> None:
         self.producer.paused = True

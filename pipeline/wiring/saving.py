@@ -122,7 +122,8 @@ class Saver:
 
     def __init__(self, state: RunState, files: FilesLike, layout: Layout, in_thread: RunBlocking[Any]) -> None:
         self._state, self._files, self._layout, self._in_thread = state, files, layout, in_thread
-        self._busy = False
+        self.busy = False
+        """Whether a generation is being written."""
         self._free = Signal()
         self._failed: ForebayError | None = None
         self.held: Callable[[], frozenset[int]] = frozenset
@@ -144,17 +145,17 @@ class Saver:
 
     async def acquire(self) -> None:
         """Wait until no generation is being written, and begin one. An error of the last one is kept."""
-        await self._free.wait_for(lambda: not self._busy)
-        self._busy = True
+        await self._free.wait_for(lambda: not self.busy)
+        self.busy = True
 
     def release(self) -> None:
         """End what :meth:`acquire` began."""
-        self._busy = False
+        self.busy = False
         self._free.notify()
 
     async def idle(self) -> None:
         """Wait until no generation is being written."""
-        await self._free.wait_for(lambda: not self._busy)
+        await self._free.wait_for(lambda: not self.busy)
 
     def raise_failed(self) -> None:
         """Raise the error of a generation that failed after its ``save`` had returned; once."""
