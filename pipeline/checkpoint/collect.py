@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
@@ -15,24 +16,38 @@ SegmentKey: TypeAlias = tuple[int, int, int]
 
 
 class Needs:
-    """What one generation needs of the segments."""
+    """What some generations need of the segments, together."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._none = REPLAY_BUFFER in manifest.left_out
-        self._incarnation, self._base = manifest.incarnation, manifest.base
-        self._open = {each.rank: each.segment for each in manifest.journals if each.incarnation == self._incarnation}
-        # A generation of before live bytes were listed says nothing of the segments that it needs.
-        self._lists = any(self._open.values())
-        self._live = {info.name for info in manifest.segments if info.live != 0}
+    def __init__(self, manifests: Iterable[Manifest] = ()) -> None:
+        self._live: set[str] = set()
+        self._open: dict[tuple[int, int], int] = {}  # by incarnation and rank: the least number that had not ended
+        self._owners: set[int] = set()
+        self._oldest = sys.maxsize  # of incarnations: segments of later ones are needed, whatever lies in them
+        self._all_from = sys.maxsize  # incarnation from which on every segment is needed
+        for manifest in manifests:
+            self.add(manifest)
+
+    def add(self, manifest: Manifest) -> None:
+        """Take in what a generation needs."""
+        if REPLAY_BUFFER in manifest.left_out:
+            return
+        own = manifest.incarnation
+        begun = {each.rank: each.segment for each in manifest.journals if each.incarnation == own}
+        if not any(begun.values()):  # it is of before live bytes were listed, and says nothing of what it needs
+            self._all_from = min(self._all_from, manifest.base)
+            return
+        self._owners.add(own)
+        for rank, number in begun.items():
+            self._open[own, rank] = min(number, self._open.get((own, rank), number))
+        self._oldest = min(self._oldest, own)
+        self._live.update(info.name for info in manifest.segments if info.live != 0)
 
     def __contains__(self, key: SegmentKey) -> bool:
-        """Whether the generation needs this segment: something in it was live, or it had not ended."""
+        """Whether a generation needs this segment: something in it was live, or it had not ended."""
         incarnation, rank, number = key
-        if self._none or incarnation < self._base:
-            return False
-        if not self._lists or incarnation > self._incarnation:
+        if incarnation >= self._all_from or incarnation > self._oldest:
             return True
-        if incarnation == self._incarnation and number >= self._open.get(rank, 0):
+        if incarnation in self._owners and number >= self._open.get((incarnation, rank), 0):
             return True
         return segment_name(key) in self._live
 
@@ -45,22 +60,21 @@ class Collected(NamedTuple):
 
 
 def collect(
-    layout: Layout, files: FilesLike, kept: Iterable[Manifest], used: Callable[[SegmentKey], bool], archive: float
+    layout: Layout, files: FilesLike, needs: Needs, used: Callable[[SegmentKey], bool], archive: float
 ) -> Collected:
     """Remove the segments that neither a kept generation nor this life of the process needs. Blocks.
 
     Args:
         layout: the run's paths.
         files: the file layer.
-        kept: manifests of the generations that stay.
+        needs: what the generations need that stay.
         used: whether this life still reads or writes a segment.
         archive: the share of segments, by their numbers, that stay though nobody needs them.
     """
-    needs = list(map(Needs, kept))
     count = freed = 0
     for name in layout.list_segments():
         key = segment_key(name)
-        if used(key) or archived(key[2], archive) or any(key in each for each in needs):
+        if used(key) or archived(key[2], archive) or key in needs:
             continue
         path = os.path.join(layout.segments, name)
         size = os.path.getsize(path)

@@ -76,7 +76,7 @@ class _Check:
         self.unpromised: list[str] = []
         self.events = self.payloads = 0
         self._whole: set[Place] = set()
-        self._needs: list[Needs] = []
+        self._needs = Needs()
 
     def result(self) -> Verified:
         found = find_generations(self.layout, self.run_id)
@@ -87,7 +87,7 @@ class _Check:
         for stored in found.complete:
             self._generation(stored)
         # Segments first: what was read there need not be read again for the events that name it.
-        self._needs = [Needs(stored.manifest) for stored in found.complete]
+        self._needs = Needs(stored.manifest for stored in found.complete)
         self._segments({info.name: info for stored in found.complete for info in stored.manifest.segments})
         journals = self.layout.list_journals()
         self._journals(journals, found.complete)
@@ -156,7 +156,7 @@ class _Check:
     def _was_removed(self, at: Location) -> bool:
         """Whether a segment is not there because nothing that is kept needs it."""
         key = (at.incarnation, at.rank, at.segment)
-        return not any(key in each for each in self._needs) and not os.path.lexists(self.layout.segment(*key))
+        return key not in self._needs and not os.path.lexists(self.layout.segment(*key))
 
     def _ended(self, position: object, path: str, left: int) -> None:
         if left:

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from pipeline.checkpoint.collect import SegmentKey, collect
+from pipeline.checkpoint.collect import Needs, SegmentKey, collect
 from pipeline.checkpoint.generations import GenerationWriter, Kept, Stored, find_generations, retire
 from pipeline.checkpoint.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, FileInfo, Manifest
@@ -130,6 +130,8 @@ class Saver:
         """Numbers of generations that are being read, and are not to be removed."""
         self._complete: list[Stored] | None = None
         """The complete generations, once they have been read."""
+        self._needs: Needs | None = None
+        """What they need of the segments."""
         self.committed = False
         self.on_committed: Callable[[Stored], None] = lambda stored: None
         """Told of each generation once it is committed."""
@@ -293,9 +295,14 @@ class Saver:
         else:
             self._complete.append(stored)
         kept = Kept(options.keep, options.keep_every, options.keep_within_s, self._state.clock.wall(), self.held())
-        for number in retire(self._layout, self._files, self._complete, kept):
-            self._complete = [each for each in self._complete if each.manifest.generation != number]
+        gone = set(retire(self._layout, self._files, self._complete, kept))
+        for number in sorted(gone):
             self._state.log.debug(events.GENERATION_REMOVED, generation=number)
+        if gone or self._needs is None:
+            self._complete = [each for each in self._complete if each.manifest.generation not in gone]
+            self._needs = Needs(each.manifest for each in self._complete)
+        else:
+            self._needs.add(stored.manifest)
 
     def _collect(self, capture: Capture) -> None:
         """Remove segments that nobody needs any more."""
@@ -304,9 +311,8 @@ class Saver:
         def used(key: SegmentKey) -> bool:
             return key in capture.live or (key[0] == own and key[2] >= capture.open_segment)
 
-        assert self._complete is not None
-        kept = [each.manifest for each in self._complete]
-        gone = collect(self._layout, self._files, kept, used, self._state.options.archived_share)
+        assert self._needs is not None
+        gone = collect(self._layout, self._files, self._needs, used, self._state.options.archived_share)
         if gone.segments:
             self._state.log.info(events.SEGMENTS_REMOVED, count=gone.segments, bytes=gone.bytes)
 
