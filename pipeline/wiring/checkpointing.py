@@ -177,5 +177,5 @@ class Checkpointing:
 
     def _remove_stop_file(self) -> None:
         assert self._stop_file is not None
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # a folder, or another user's: the run has saved, and stops all the same
             os.unlink(self._stop_file)

@@ -29,6 +29,8 @@ def live_segments(state: RunState) -> dict[SegmentKey, int]:
         if place is not None:
             key = (place.incarnation, place.rank, place.segment)
             live[key] = live.get(key, 0) + place.length
+    for key in state.moving:  # an event after this capture may say that something lies there
+        live.setdefault(key, 1)
     return live
 
 

@@ -68,7 +68,9 @@ class Compactor:
                 entry = state.ledger.entries.get(uid)
                 if entry is not None:
                     place = state.writer.writer.place(blobs[uid, member], uid, member, entry.life)
+                    state.writer.notify()  # or a queue that these fill would never be written
                     moved.append(((uid, member, at), place))
+                    state.moving.add((place.incarnation, place.rank, place.segment))
             await state.writer.flush()  # from here on it can be read there
             for (uid, member, at), to in moved:
                 if state.buffer.storage.move(uid, member, at, to):
@@ -84,6 +86,7 @@ class Compactor:
             state.log.warning(events.SEGMENT_COMPACTED, file=segment_name(key), payloads=0, error=str(error))
         finally:
             self.busy = False
+            state.moving.clear()
 
     async def _live(self, key: SegmentKey) -> list[Place]:
         """Return the places in a segment that are held now."""

@@ -18,15 +18,17 @@ class PartKeeper:
         self._state = state
 
     def go_on(self, job: Job) -> None:
-        """Give the attempt what an earlier one kept, unless that is too old to be trained by now."""
+        """Give the attempt what an earlier one kept, unless that is too old to be trained by now.
+
+        What is not made use of stays all the same: no event says that it is let go, so a recovery will read it, and its
+        segment must be there.
+        """
         state = self._state
         part = state.partials.get(job.item.uid, job.member)
-        if part is None:
+        if part is None or not state.options.partial:
             return
         least = floor(state.ledger.next_step, state.options.max_staleness)
-        if least is not None and part.oldest < least:
-            state.partials.discard(job.item.uid, job.member)
-        else:
+        if least is None or part.oldest >= least:
             job._part, job._oldest = part.blob, min(part.oldest, job.version)
 
     def save(self, job: Job, rollout: Rollout) -> None:

@@ -214,8 +214,7 @@ def adopt(state: RunState, found: Found) -> None:
     for field in recovered.unknown:
         state.log.warning(events.PROGRESS_UNKNOWN_FIELD, field=field)
     state.rebuild(recovered.ledger, recovered.sampler, recovered.pending)
-    if state.options.partial:
-        state.partials = recovered.partials
+    state.partials = recovered.partials  # with partial=False too: what a later recovery reads must be kept
     state.evaluations = recovered.evaluations
     state.version, state.limit = found.stored.manifest.step, None
     for name in recovered.ledger.totals:

@@ -14,6 +14,7 @@ from typing import Literal
 from pipeline.buffer import GroupBuffer, MixedBuffer
 from pipeline.buffer.partials import Partials
 from pipeline.buffer.staleness import floor
+from pipeline.buffer.storages import SegmentKey
 from pipeline.clock import Clock
 from pipeline.config import PipelineOptions
 from pipeline.errors import SourceError
@@ -59,6 +60,7 @@ class RunState:
         self.learners = self.sampler.learners
         """Tasks whose source learns from what its groups came to."""
         self.evaluations = Evaluations()
+        self.moving: set[SegmentKey] = set()  # segments that are copied into, and no event has said so yet
         self.mixing = Mixing(self) if options.mixing == "batch" else None
         self.buffer = self._new_buffer()
         self.partials = Partials()
@@ -74,8 +76,7 @@ class RunState:
         """Whether payloads and events are written as they come."""
         self.changed = Signal()
         self.failure: BaseException | None = None
-        self.told = False
-        """Whether a verb has raised ``failure``."""
+        self.told = False  # whether a verb has raised ``failure``
         self.weights_failed = False
         """A push of weights failed: nothing starts until one succeeds."""
         self.updating = False  # whether a weight update is open
@@ -211,8 +212,9 @@ class RunState:
         if uid in self.buffer:  # or else it is parked
             self.buffer.remove(uid)
         part = None
-        # What was rewarded later has its reward elsewhere: such a group is run again as a whole.
-        if options.reroll is not None and options.reroll.tail == 1 and entry.size > 1 and not entry.given:
+        # What was rewarded later has its reward elsewhere, and what is parked none: such a group is run again whole.
+        later = entry.given or entry.parked
+        if options.reroll is not None and options.reroll.tail == 1 and entry.size > 1 and not later:
             part = too_old_members(uid, reason, self.buffer.storage.get(uid), least)
         if part is None:
             self.buffer.storage.discard(uid)

@@ -19,6 +19,7 @@ from pipeline.store.layout import Layout
 from pipeline.testing import RecordingFiles, Replay
 from pipeline.testing.recording import folder_in_memory
 from tests.support.crashes import Trained, begin, finish, inline_pipeline, train
+from tests.support.gates import turn
 from tests.support.runs import numbers
 
 pytestmark = pytest.mark.virtual_time
@@ -158,3 +159,57 @@ async def test_memory_durability_writes_nothing_between_saves(run_directory: str
     await most_of_it(run_directory, durability="none")
     assert moves(run_directory) == []
     assert await the_rest(run_directory) == list(range(COUNT))
+
+
+def waits(n: int) -> bool:
+    return n < 110 and n % 20 in (1, 2, 3)
+
+
+def tight(directory: str) -> Pipeline:
+    """A run whose first compaction copies three payloads: one that ends the fifth segment, and two into the sixth."""
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        await anyio.sleep(1 + item["n"] / 10_000)
+        if waits(item["n"]):
+            ctx.park()
+        return Rollout({"n": [item["n"]]}, reward=1.0)
+
+    count = 159
+    given = Task("numbers", source=numbers(count), run=run, shuffle=False)
+    # The queue takes two payloads at a time.
+    small: dict[str, Any] = {"segment_bytes": 8000, "write_queue_bytes": 300, "concurrency": 8, "capacity": count}
+    return inline_pipeline(given, directory=directory, keep=1, **small)
+
+
+async def all_that_does_not_wait(pipe: Pipeline) -> int:
+    """Train it, and save. Returns the step."""
+    trained = Trained()
+    await begin(pipe, trained=trained)
+    steps = 159 - sum(map(waits, range(159)))
+    async for batch in pipe.batches(groups=1, until=steps):
+        trained.step(batch)
+    await (await pipe.save(steps)).committed()
+    return steps
+
+
+async def test_copies_that_fill_the_queue_are_written_though_nothing_else_happens(run_directory: str) -> None:
+    async with tight(run_directory) as pipe:
+        await all_that_does_not_wait(pipe)
+        await anyio.sleep(10)
+        assert {move.segment for move in moves(run_directory)} == {5, 6}
+
+
+@pytest.mark.parametrize("turns", [0, 2, 4, 6, 8])
+async def test_a_save_in_the_midst_of_it_keeps_what_is_copied_into(run_directory: str, turns: int) -> None:
+    """Nothing else in that segment is live, and no event names the copies yet when the generation is captured."""
+    async with tight(run_directory) as pipe:
+        steps = await all_that_does_not_wait(pipe)
+        for _ in range(turns):
+            await turn()
+        await (await pipe.save(steps)).committed()
+        await anyio.sleep(10)
+        assert {move.segment for move in moves(run_directory)} == {5, 6}
+        await (await pipe.save(steps)).committed()
+    assert verify(run_directory).whole
+    async with tight(run_directory) as pipe:
+        assert (await begin(pipe, trained=Trained())).parked == 18

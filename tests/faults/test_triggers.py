@@ -224,6 +224,19 @@ class TestStopping:
         assert [m.step for m in manifests(run_directory)] == [0, 3]
         await goes_on(run_directory, 40, 3)
 
+    async def test_a_stop_file_that_cannot_be_removed_stops_all_the_same(self, run_directory: str) -> None:
+        trained = Trained()
+        with stops() as stopped:
+            async with inline_pipeline(task(40), directory=run_directory, keep=None) as pipe:
+                await begin(pipe, trained=trained)
+                async for batch in pipe.batches(groups=4):
+                    await train(pipe, trained, batch)
+                    if batch.step == 2:
+                        Path(run_directory, "stop").mkdir()
+                        pipe.request_save("stop file", then="stop")
+        assert (stopped[0].step, stopped[0].code) == (2, 0)
+        await goes_on(run_directory, 40, 2)
+
     async def test_no_verb_in_time(self, run_directory: str) -> None:
         """Past the deadline what the rollouts did is synced. The trainer is heard all the same, should it come."""
         trained = Trained()
