@@ -31,6 +31,8 @@ survive a trip between processes.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ForebayError(Exception):
     """Root of every error that the library raises on purpose."""
@@ -117,13 +119,15 @@ class WriteFailed(StoreError):
     """A write, fsync or rename failed; the cause is the operating system's error."""
 
 
-class Stopped(SystemExit):
+class Stopped(BaseException):
     """The run was asked to stop and has saved; raised by the trainer's verb that was in progress, or by the next one.
 
-    Nothing needs to catch it: like ``sys.exit`` it ends the process, with ``code`` as its exit code: 128 plus the
-    number of the signal that asked (143 for SIGTERM), else 0.
+    Nothing needs to catch it, and ``except Exception`` does not. It ends the script, in whichever task it was raised,
+    with ``code`` as the exit code and without a traceback: 128 plus the number of the signal that asked (143 for
+    SIGTERM), else 0.
 
     Attributes:
+        code: the exit code.
         reason: who asked.
         step: the trainer's step of the generation.
         generation: the newest generation, from which a resume goes on; None without a directory.
@@ -131,8 +135,16 @@ class Stopped(SystemExit):
 
     def __init__(self, code: int = 0, reason: str = "", step: int = 0, generation: int | None = None) -> None:
         super().__init__(code)
+        self.code: Any = code
         self.reason, self.step, self.generation = reason, step, generation
 
     def __str__(self) -> str:
         where = "" if self.generation is None else f", generation {self.generation}"
         return f"stopped at step {self.step}{where}: {self.reason}"
+
+
+class StoppedExit(Stopped, SystemExit):
+    """What the synchronous form raises: a ``SystemExit`` as well.
+
+    In the asynchronous one that would tear down the loop from within a task, and asyncio cannot always end after it.
+    """

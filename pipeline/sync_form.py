@@ -16,7 +16,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from pipeline.buffer import Batch
 from pipeline.checkpoint.triggers import CheckpointRequest, Then
-from pipeline.errors import ClosedError, EndOfSource, ForebayError
+from pipeline.errors import ClosedError, EndOfSource, ForebayError, StoppedExit
 from pipeline.ledger import Ledger
 from pipeline.records import Rollout
 from pipeline.sampler import Progress
@@ -292,7 +292,7 @@ class SyncPipeline:
         # Raised here and not on the loop, which it would end.
         stopped = self._call(self._run.saves.settle, request, saving)
         if stopped is not None:
-            raise stopped
+            raise StoppedExit(stopped.code, stopped.reason, stopped.step, stopped.generation)
 
     def _unless_asked(self, wait: Callable[[], Awaitable[T]], *, stop_only: bool = False) -> T:
         while True:

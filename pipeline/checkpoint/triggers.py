@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+from pipeline.errors import Stopped
 
 Then: TypeAlias = Literal["continue", "stop"]
 
@@ -43,6 +46,35 @@ class CheckpointRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def exit_by_code() -> None:
+    """Let a :class:`~pipeline.Stopped` that nobody catches end the process by its exit code, without a traceback.
+
+    Also where task groups have wrapped it. Other errors go to the hook that was there.
+    """
+    before = sys.excepthook
+    if getattr(before, "_exits_by_code", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        stopped = only_stopped(error)
+        if stopped is not None:
+            raise SystemExit(stopped.code)
+        before(kind, error, trace)
+
+    hook._exits_by_code = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def only_stopped(error: BaseException) -> Stopped | None:
+    """Return the stop that ``error`` is, or that a group holds which holds nothing else."""
+    if isinstance(error, Stopped):
+        return error
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    found = [only_stopped(each) for each in error.exceptions]
+    return found[0] if all(each is not None for each in found) else None
+
+
 class SignalTrap:
     """Notes signals and wakes whoever reads :attr:`descriptor`; no more happens in a handler.
 
@@ -54,6 +86,7 @@ class SignalTrap:
         self._stop, self._save = frozenset(stop), frozenset(save)
         self._before: dict[int, Any] = {}
         self._first: dict[int, float] = {}
+        self._told: set[int] = set()
         self._arrived: deque[tuple[int, int]] = deque()
         self._process = os.getpid()
         self.descriptor, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -86,6 +119,14 @@ class SignalTrap:
             if descriptor >= 0:
                 os.close(descriptor)
         self.descriptor = self._wake = -1
+
+    def taken_over(self) -> list[str]:
+        """Return the names of the signals that somebody else has taken over since; each once."""
+        found = [
+            number for number in (self._stop | self._save) - self._told if signal.getsignal(number) != self._handle
+        ]
+        self._told.update(found)
+        return [signal.Signals(number).name for number in sorted(found)]
 
     @property
     def arrived(self) -> bool:

@@ -75,6 +75,8 @@ CHECKPOINT_LATE: Final = "checkpoint.late"
 """warning. No verb of the trainer came in time: what the rollouts did is synced, and no more is done. reason."""
 CHECKPOINT_LEFT: Final = "checkpoint.left"
 """warning. A trigger made no generation, as only the trainer can write its files: ask ``save_due()``. reason."""
+SIGNAL_TAKEN: Final = "signal.taken"
+"""warning. Somebody else handles a signal now that the pipeline had taken over, and may not hand it on. signal."""
 
 EVALUATION_DONE: Final = "evaluation.done"
 """info. An evaluation has ended. task, version, items, failed, reused, seconds."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import anyio.abc
 
 from pipeline.checkpoint.trainer_state import CapturedState
-from pipeline.checkpoint.triggers import CheckpointRequest
+from pipeline.checkpoint.triggers import CheckpointRequest, exit_by_code
 from pipeline.errors import Stopped, StoreError, UsageError
 from pipeline.interfaces import Stateful
 from pipeline.observe import events
@@ -173,6 +173,7 @@ class Checkpointing:
         generation = self._saver.parent if self._saver is not None and self._saver.committed else None
         step = self._state.ledger.step
         self._state.log.info(events.RUN_STOPPED, reason=request.reason, step=step, generation=generation)
+        exit_by_code()
         return Stopped(request.code, request.reason, step, generation)
 
     def _remove_stop_file(self) -> None:

@@ -147,6 +147,8 @@ class Triggers:
 
     def passed(self, step: int) -> None:
         """The weights have reached ``step``: see whether a generation is due by that."""
+        for name in self.trap.taken_over() if self.trap is not None else ():
+            self._state.log.warning(events.SIGNAL_TAKEN, signal=name)
         every = self._state.options.save_every
         if every is not None and step // every > self._saved_step // every:
             self.ask(f"every {every} steps")

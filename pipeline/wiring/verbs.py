@@ -108,7 +108,8 @@ class OutsideVerbs(SavingVerbs):
         """Run the items of a task for their results, beside the training and outside its counts.
 
         Attempts get ``evaluation_share`` of the slots at most, so the training goes on; they have the task's
-        ``timeout`` and ``on_failure``, and ``ctx.kind`` is ``"evaluation"``. ``ctx.rng`` gives an item the same numbers
+        ``timeout`` and ``on_failure``, and ``ctx.kind`` is ``"evaluation"``. A stop cuts it while nothing is leased:
+        call ``ack(batch.step)`` before an evaluation that takes long. ``ctx.rng`` gives an item the same numbers
         whatever the version. Cancelling the call cuts what it has in flight.
 
         With a directory every result is kept as it comes, under the task's name, the version and the index. The same

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +16,13 @@ from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
-from pipeline import UsageError
+from pipeline import Stopped, UsageError
+from pipeline.checkpoint.triggers import exit_by_code
 from tests.faults.test_triggers import manifests
 from tests.support import signalled
-from tests.support.crashes import Trained
+from tests.support.crashes import Trained, begin
 from tests.support.runs import pipeline, task
 
 
@@ -193,6 +197,34 @@ def test_a_forked_child_is_not_kept_alive(run_directory: str) -> None:
         assert process.end() == 0
 
 
+SHAPES = ["plain", "gather", "asyncio group", "anyio group", "inside", "trio", "trio group"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_whichever_task_the_trainer_runs(run_directory: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script ends, by the code, and says nothing about it."""
+    given = [sys.executable, "-m", "tests.support.stop_shapes", shape, run_directory]
+    done = subprocess.run(given, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (143, "")
+    assert manifests(run_directory)[-1].reason == "SIGTERM"
+    goes_on(run_directory, 2, monkeypatch)
+
+
+def test_other_errors_are_printed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    exit_by_code()
+    exit_by_code()  # once is enough
+    mixed = BaseExceptionGroup("both", [Stopped(143), ValueError("x")])
+    for error in (ValueError("y"), mixed):
+        sys.excepthook(type(error), error, None)
+    assert [type(each) for each in seen] == [ValueError, BaseExceptionGroup]
+    wrapped = BaseExceptionGroup("outer", [BaseExceptionGroup("inner", [Stopped(143)])])
+    with pytest.raises(SystemExit) as left:
+        sys.excepthook(type(wrapped), wrapped, None)
+    assert left.value.code == 143
+
+
 class TestHandlers:
     async def test_they_are_given_back(self, run_directory: str) -> None:
         before = signal.getsignal(signal.SIGTERM)
@@ -218,6 +250,20 @@ class TestHandlers:
             assert heard == [signal.SIGTERM, -signal.SIGTERM]
         finally:
             signal.signal(signal.SIGTERM, before)
+
+    async def test_one_that_was_taken_over_is_told_once(self, run_directory: str) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with capture_logs() as logs:
+                async with pipeline(task(), directory=run_directory) as pipe:
+                    await begin(pipe)
+                    await pipe.ack((await pipe.get_batch(4)).step)
+                    signal.signal(signal.SIGTERM, lambda number, frame: None)
+                    for _ in range(2):
+                        await pipe.ack((await pipe.get_batch(4)).step)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert [line["signal"] for line in logs if line["event"] == "signal.taken"] == ["SIGTERM"]
 
     async def test_without_a_directory_nothing_is_taken_over(self) -> None:
         before = signal.getsignal(signal.SIGTERM)

@@ -160,4 +160,10 @@ def forks(directory: str, say: Say) -> None:
 def run(body: Callable[[str, Say], None], directory: str, pipe: Any) -> None:
     """The process's main function."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    body(directory, pipe.send)
+    try:
+        body(directory, pipe.send)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script
+        raise
