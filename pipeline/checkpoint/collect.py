@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
@@ -18,17 +18,21 @@ SegmentKey: TypeAlias = tuple[int, int, int]
 class Needs:
     """What some generations need of the segments, together."""
 
-    def __init__(self, manifests: Iterable[Manifest] = ()) -> None:
+    def __init__(self) -> None:
         self._live: set[str] = set()
         self._open: dict[tuple[int, int], int] = {}  # by incarnation and rank: the least number that had not ended
         self._owners: set[int] = set()
         self._oldest = sys.maxsize  # of incarnations: segments of later ones are needed, whatever lies in them
         self._all_from = sys.maxsize  # incarnation from which on every segment is needed
-        for manifest in manifests:
-            self.add(manifest)
 
-    def add(self, manifest: Manifest) -> None:
-        """Take in what a generation needs."""
+    def add(self, manifest: Manifest, *, reusable: bool) -> None:
+        """Take in what a generation needs.
+
+        Args:
+            manifest: the generation's.
+            reusable: whether a resume of it is to use what the rollouts did afterwards too. An old one that is kept for
+                good would otherwise keep every segment that came after it.
+        """
         if REPLAY_BUFFER in manifest.left_out:
             return
         own = manifest.incarnation
@@ -36,11 +40,13 @@ class Needs:
         if not any(begun.values()):  # it is of before live bytes were listed, and says nothing of what it needs
             self._all_from = min(self._all_from, manifest.base)
             return
+        self._live.update(info.name for info in manifest.segments if info.live != 0)
+        if not reusable:
+            return
         self._owners.add(own)
         for rank, number in begun.items():
             self._open[own, rank] = min(number, self._open.get((own, rank), number))
         self._oldest = min(self._oldest, own)
-        self._live.update(info.name for info in manifest.segments if info.live != 0)
 
     def __contains__(self, key: SegmentKey) -> bool:
         """Whether a generation needs this segment: something in it was live, or it had not ended."""

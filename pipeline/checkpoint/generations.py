@@ -11,11 +11,12 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 
+from pipeline.checkpoint.collect import Needs
 from pipeline.checkpoint.manifest import MANIFEST_FILE, FileInfo, Manifest, decode_manifest, encode_manifest
 from pipeline.checkpoint.trainer_state import check_file
 from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError, WriteFailed
@@ -285,17 +286,32 @@ class Kept(NamedTuple):
     held: frozenset[int] = frozenset()
     """Numbers of those that are being read."""
 
+    def recent(self, stored: list[Stored]) -> set[int]:
+        """Return the numbers of those that stay as they are among the newest, of ``stored`` by rising number."""
+        if self.steps is None:
+            return {each.manifest.generation for each in stored}
+        newest = {each.manifest.step: each.manifest.generation for each in stored}
+        return set(sorted(newest.values())[-self.steps :]) | {each.manifest.generation for each in stored[-1:]}
+
     def choose(self, stored: list[Stored]) -> set[int]:
         """Return the numbers of those that stay, of ``stored`` by rising number."""
         if self.steps is None:
             return {each.manifest.generation for each in stored}
         newest = {each.manifest.step: each.manifest.generation for each in stored}
-        kept = set(sorted(newest.values())[-self.steps :]) | {each.manifest.generation for each in stored[-1:]}
+        kept = self.recent(stored)
         if self.every is not None:
             kept |= {number for step, number in newest.items() if step % self.every == 0}
         if self.within_s is not None:
             kept |= {each.manifest.generation for each in stored if self.now - _written(each) < self.within_s}
         return kept | self.held
+
+
+def needs_of(stored: Iterable[Stored], reusable: Collection[int] | None) -> Needs:
+    """Return what generations need of the segments; those that are ``reusable`` (None: all), of what came after too."""
+    needs = Needs()
+    for each in stored:
+        needs.add(each.manifest, reusable=reusable is None or each.manifest.generation in reusable)
+    return needs
 
 
 def _written(stored: Stored) -> float:

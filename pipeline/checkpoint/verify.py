@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pipeline.checkpoint.collect import Needs, segment_key
-from pipeline.checkpoint.generations import Stored, check_listed, find_generations
+from pipeline.checkpoint.generations import Stored, check_listed, find_generations, needs_of
 from pipeline.checkpoint.survey import without_manifest
 from pipeline.errors import ForebayError, NotARun
 from pipeline.records import Location
@@ -87,8 +87,10 @@ class _Check:
         for stored in found.complete:
             self._generation(stored)
         # Segments first: what was read there need not be read again for the events that name it.
-        self._needs = Needs(stored.manifest for stored in found.complete)
-        self._segments({info.name: info for stored in found.complete for info in stored.manifest.segments})
+        reusable = found.complete[-1].manifest.reusable if found.complete else None
+        self._needs = needs_of(found.complete, reusable)
+        listed = {info.name: info for stored in found.complete for info in stored.manifest.segments}
+        self._segments({name: info for name, info in listed.items() if segment_key(name) in self._needs})
         journals = self.layout.list_journals()
         self._journals(journals, found.complete)
         return Verified(

@@ -25,7 +25,7 @@ from pipeline.store.service import RunBlocking, WriterService
 from pipeline.wiring.forking import copy_payloads, forked, place_parts
 from pipeline.wiring.recovery import Recovered, recover_run
 from pipeline.wiring.state import RunState
-from pipeline.wiring.tails import cut_off, unwritten_tails
+from pipeline.wiring.tails import cut_off, let_go_since, unwritten_tails
 
 _MATTERS = ("batch_groups", "capacity", "max_staleness", "order", "partial", "selector", "strategy")
 """Options of the run whose change is worth a word: what batches are made of hangs on them."""
@@ -122,6 +122,14 @@ def find_to_resume(
         attached=attached,
         torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
     )
+    reusable = found.complete[-1].manifest.reusable
+    kept = reusable is None or stored.manifest.generation in reusable
+    if not kept and let_go_since(layout, origin.tag, stored.manifest, line):
+        # An older one that is kept for good does not keep what came after it: it is set aside, and run again.
+        line = find_line(layout, origin.tag, stored.manifest, discard=True)
+        state.log.warning(events.RUN_SET_ASIDE, generation=stored.manifest.generation, step=stored.manifest.step)
+        if not origin.forked:
+            opened = msgspec.structs.replace(opened, discarded=line.discarded)
     try:
         recovered = recover(opened=opened, line=line)
     except Damaged:

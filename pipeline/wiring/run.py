@@ -134,7 +134,7 @@ class Run:
             self._saver.on_committed = self._committed
             if self._sharing is not None:
                 sharing = self._sharing
-                self._saver.held = lambda: frozenset(sharing.held)
+                self._saver.retention.held = lambda: frozenset(sharing.held)
         try:
             await self._supervisor.start(self._body)
         except BaseException:

@@ -14,8 +14,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from pipeline.checkpoint.collect import Needs, SegmentKey, collect
-from pipeline.checkpoint.generations import GenerationWriter, Kept, Stored, find_generations, retire
+from pipeline.checkpoint.collect import SegmentKey
+from pipeline.checkpoint.generations import GenerationWriter, Stored
 from pipeline.checkpoint.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
@@ -31,6 +31,7 @@ from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
 from pipeline.wiring.collecting import listed_segments, live_segments
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
+from pipeline.wiring.retention import Retention
 from pipeline.wiring.state import RunState, window_marks
 
 OWN_FILES = "files"
@@ -126,12 +127,7 @@ class Saver:
         """Whether a generation is being written."""
         self._free = Signal()
         self._failed: ForebayError | None = None
-        self.held: Callable[[], frozenset[int]] = frozenset
-        """Numbers of generations that are being read, and are not to be removed."""
-        self._complete: list[Stored] | None = None
-        """The complete generations, once they have been read."""
-        self._needs: Needs | None = None
-        """What they need of the segments."""
+        self.retention = Retention(state, files, layout)
         self.committed = False
         self.on_committed: Callable[[Stored], None] = lambda stored: None
         """Told of each generation once it is committed."""
@@ -278,43 +274,10 @@ class Saver:
             else [],
             files=sorted(writer.infos, key=lambda info: info.path),
         )
+        manifest = msgspec.structs.replace(manifest, reusable=self.retention.reusable(manifest))
         stored = writer.commit(manifest)
-        try:
-            self._retire(stored)
-            self._collect(capture)
-        except OSError as error:
-            # The new generation is committed; the next one tries to remove them again.
-            self._state.log.warning(events.GENERATION_REMOVED, generation=None, error=str(error))
+        self.retention.committed(stored, capture.live, capture.open_segment)
         return stored
-
-    def _retire(self, stored: Stored) -> None:
-        """Remove generations that are not kept. They are read once: nobody else makes any."""
-        options = self._state.options
-        if self._complete is None:
-            self._complete = find_generations(self._layout, stored.manifest.run_id).complete
-        else:
-            self._complete.append(stored)
-        kept = Kept(options.keep, options.keep_every, options.keep_within_s, self._state.clock.wall(), self.held())
-        gone = set(retire(self._layout, self._files, self._complete, kept))
-        for number in sorted(gone):
-            self._state.log.debug(events.GENERATION_REMOVED, generation=number)
-        if gone or self._needs is None:
-            self._complete = [each for each in self._complete if each.manifest.generation not in gone]
-            self._needs = Needs(each.manifest for each in self._complete)
-        else:
-            self._needs.add(stored.manifest)
-
-    def _collect(self, capture: Capture) -> None:
-        """Remove segments that nobody needs any more."""
-        own = capture.manifest.incarnation
-
-        def used(key: SegmentKey) -> bool:
-            return key in capture.live or (key[0] == own and key[2] >= capture.open_segment)
-
-        assert self._needs is not None
-        gone = collect(self._layout, self._files, self._needs, used, self._state.options.archived_share)
-        if gone.segments:
-            self._state.log.info(events.SEGMENTS_REMOVED, count=gone.segments, bytes=gone.bytes)
 
 
 def link_trainer(capture: Capture, stored: Stored) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipeline.checkpoint.collect import segment_key
 from pipeline.checkpoint.lines import Line
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.records import Evaluated
 from pipeline.store.journal import JournalPosition, payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import PayloadReader, Place
@@ -69,3 +72,21 @@ def cut_off(line: Line, tails: list[Tail]) -> Line:
         key = (tail.incarnation, tail.rank)
         caps[key] = min(tail.last, caps.get(key, tail.last))
     return line._replace(discarded=[(*key, last) for key, last in sorted(caps.items())])
+
+
+def let_go_since(layout: Layout, run_tag: int, manifest: Manifest, line: Line) -> bool:
+    """Whether payloads that came after a generation, and that a resume of it would use, lie in no segment any more."""
+    caps = {(incarnation, rank): last for incarnation, rank, last in line.discarded}
+    positions = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
+    there = {segment_key(name) for name in layout.list_segments()}
+    for name in layout.list_journals():
+        key = (name.incarnation, name.rank)
+        if key in line.unneeded:
+            continue
+        for logged in read_journal(name, run_tag=run_tag):
+            if positions.get(key, 0) < logged.sequence <= caps.get(key, logged.sequence):
+                place = payload_place(logged)
+                at = None if place is None or isinstance(logged.event, Evaluated) else place[2]
+                if at is not None and (at.incarnation, at.rank, at.segment) not in there:
+                    return True
+    return False

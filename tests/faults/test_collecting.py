@@ -90,6 +90,21 @@ class TestBounded:
         assert {manifest.step for manifest in manifests(run_directory)} == {0, 5, 10, 13}
         assert await all_generations_resume(run_directory, tmp_path, 60) == 4
 
+    async def test_what_is_kept_for_good_does_not_keep_what_came_after(
+        self, run_directory: str, tmp_path: Path
+    ) -> None:
+        most, trained = 0, Trained()
+        async with make(run_directory, keep=1, keep_every=4, save_every=1) as pipe:
+            await begin(pipe, trained=trained)
+            async for batch in pipe.batches(groups=4):
+                await train(pipe, trained, batch)
+                most = max(most, len(segments(run_directory)))
+        assert most <= 14  # generations 0, 4, 8 and 12 are there, and all would be 30 segments
+        with capture_logs() as logs:
+            assert await all_generations_resume(run_directory, tmp_path, 60) == 5
+        told = [line["step"] for line in logs if line["event"] == "run.set_aside"]
+        assert told == [0, 4, 8, 12]
+
     async def test_what_waits_long_keeps_its_segment(self, run_directory: str, tmp_path: Path) -> None:
         """A parked group, from the first segment to the last step."""
 

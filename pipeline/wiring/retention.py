@@ -1,0 +1,83 @@
+"""What goes after a commit: generations that are not kept, and segments that none of the others needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pipeline.checkpoint.collect import Needs, SegmentKey, collect
+from pipeline.checkpoint.generations import Kept, Stored, find_generations, needs_of, retire
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.observe import events
+from pipeline.store.files import FilesLike
+from pipeline.store.layout import Layout
+from pipeline.wiring.state import RunState
+
+
+class Retention:
+    """Knows the generations of a run: they are read once, as nobody else makes any. All methods block."""
+
+    def __init__(self, state: RunState, files: FilesLike, layout: Layout) -> None:
+        self._state, self._files, self._layout = state, files, layout
+        self.held: Callable[[], frozenset[int]] = frozenset
+        """Numbers of generations that are being read, and are not to be removed."""
+        self._complete: list[Stored] | None = None
+        self._needs: Needs | None = None
+        self._reusable: set[int] = set()
+
+    def reusable(self, manifest: Manifest) -> list[int]:
+        """Return the generations whose resume may use what came after them, once ``manifest`` is committed.
+
+        They are the newest, as many as ``keep`` says. One that is older needs what was live in it and no more; and once
+        that is so it stays so, whatever ``keep`` says later.
+        """
+        if self._complete is None:
+            self._complete = find_generations(self._layout, manifest.run_id).complete
+        there = {each.manifest.generation for each in self._complete}
+        said = self._complete[-1].manifest.reusable if self._complete else None
+        before = there if said is None else there & set(said)
+        recent = self._kept().recent([*self._complete, Stored("", manifest)])
+        return sorted((before | {manifest.generation}) & recent)
+
+    def committed(self, stored: Stored, live: Mapping[SegmentKey, int], open_segment: int) -> None:
+        """Remove what is not kept any more. What cannot be removed is tried again after the next commit.
+
+        Args:
+            stored: the generation that was committed.
+            live: bytes that were live at its capture, by segment.
+            open_segment: the segment that was being written then.
+        """
+        assert self._complete is not None
+        self._complete.append(stored)
+        try:
+            self._retire(stored)
+            self._collect(stored, live, open_segment)
+        except OSError as error:
+            self._state.log.warning(events.GENERATION_REMOVED, generation=None, error=str(error))
+
+    def _kept(self) -> Kept:
+        options = self._state.options
+        return Kept(options.keep, options.keep_every, options.keep_within_s, self._state.clock.wall(), self.held())
+
+    def _retire(self, stored: Stored) -> None:
+        assert self._complete is not None
+        gone = set(retire(self._layout, self._files, self._complete, self._kept()))
+        for number in sorted(gone):
+            self._state.log.debug(events.GENERATION_REMOVED, generation=number)
+        self._complete = [each for each in self._complete if each.manifest.generation not in gone]
+        reusable = set(stored.manifest.reusable or ())
+        if self._needs is None or gone or not self._reusable <= reusable:
+            self._needs = needs_of(self._complete, reusable)
+        else:
+            self._needs.add(stored.manifest, reusable=True)
+        self._reusable = reusable
+
+    def _collect(self, stored: Stored, live: Mapping[SegmentKey, int], open_segment: int) -> None:
+        own = stored.manifest.incarnation
+
+        def used(key: SegmentKey) -> bool:
+            return key in live or (key[0] == own and key[2] >= open_segment)
+
+        assert self._needs is not None
+        gone = collect(self._layout, self._files, self._needs, used, self._state.options.archived_share)
+        if gone.segments:
+            self._state.log.info(events.SEGMENTS_REMOVED, count=gone.segments, bytes=gone.bytes)
