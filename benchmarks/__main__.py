@@ -6,11 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from benchmarks import overhead, staleness
+from benchmarks import checkpoint, overhead, staleness
 from benchmarks.harness import Row, show
 
-BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {"overhead": overhead.run, "staleness": staleness.run}
+BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {
+    "checkpoint": checkpoint.run,
+    "overhead": overhead.run,
+    "staleness": staleness.run,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,9 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS))
     parser.add_argument("--json", action="store_true", help="print a list of rows on stdout")
     parser.add_argument("--scale", type=float, default=1.0, help="how much work, relative to the figures that count")
+    parser.add_argument("--folder", help="checkpoint: a folder on the disk to be measured; else the current one")
+    parser.add_argument("--large", action="store_true", help="checkpoint: a buffer of 4 GB as well")
     given = parser.parse_args(arguments)
     names = [given.name] if given.name else sorted(BENCHMARKS)
-    rows = [row for name in names for row in BENCHMARKS[name](given.scale)]
+    chosen: dict[str, Callable[[float], list[Row]]] = {
+        **BENCHMARKS,
+        "checkpoint": partial(checkpoint.run, folder=given.folder, large=given.large),
+    }
+    rows = [row for name in names for row in chosen[name](given.scale)]
     if given.json:
         json.dump([row.to_dict() for row in rows], sys.stdout, indent=2)
         print()

@@ -9,7 +9,6 @@ is ever copied, and read back by their own slices of a mapped file.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,13 +18,13 @@ import numpy as np
 import torch
 
 from pipeline.errors import Damaged, UsageError
+from pipeline.store.blocks import crc32c_more, crc32c_of_file
 from pipeline.store.codec import TensorBytes, read_blob, tensor_bytes
-from pipeline.store.files import FilesLike, open_plain
-from pipeline.store.frames import crc32c_more, crc32c_of_file
+from pipeline.store.files import FilesLike, open_plain, plain_handle
 from pipeline.store.plain import MARK, PlainValueError, from_plain, to_plain
 
 TREE_KEY = "__tree__"
-_CHUNK = 16 << 20
+_CHUNK = 4 << 20  # the checksum of a chunk holds the interpreter's lock, and leaves it in the cache
 
 
 class CapturedState:
@@ -144,8 +143,7 @@ def read_state(path: str, *, size: int, checksum: str) -> Any:
     Raises:
         Damaged: the file is missing, or not what the manifest says, or no such file.
     """
-    check_file(path, size=size, checksum=checksum)
-    tensors = _read_tensors(path)
+    tensors = read_blob(_read_checked(path, size=size, checksum=checksum), path, copy=False) if size else {}
     tree = tensors.pop(TREE_KEY, None)
     if tree is None:
         raise Damaged(f"{path}: holds no {TREE_KEY!r}, so it is no trainer state")
@@ -176,21 +174,38 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _read_tensors(path: str) -> dict[str, torch.Tensor]:
-    with open_plain(path) as file:
-        if not os.fstat(file.fileno()).st_size:  # cannot be mapped
-            return {}
-        # The view is released before the map is closed, also when the blob is damaged.
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-            return read_blob(view, path)
+def _read_checked(path: str, *, size: int, checksum: str) -> memoryview:
+    """Return what is in a file, compared with its line in a manifest as it comes: it is read once."""
+    _check_size(path, size)
+    view = memoryview(np.empty(size, np.uint8).data)  # not cleared first, as a bytearray would be
+    actual = end = 0
+    handle = plain_handle(path)
+    try:
+        while count := os.preadv(handle, [view[end : end + _CHUNK]], end):
+            actual = crc32c_more(actual, view[end : end + count])
+            end += count
+    finally:
+        os.close(handle)
+    if f"{actual:08x}" != checksum:
+        raise _changed(path, f"{actual:08x}", checksum)
+    return view
 
 
-def check_file(path: str, *, size: int, checksum: str) -> None:
-    """Compare a file with its line in a manifest. Blocks.
+def check_file(path: str, *, size: int, checksum: str | None) -> None:
+    """Compare a file with its line in a manifest; its size alone if ``checksum`` is None. Blocks.
 
     Raises:
         Damaged: it is missing, of another length, or its bytes changed.
     """
+    _check_size(path, size)
+    if checksum is None:
+        return
+    _, actual = crc32c_of_file(path)
+    if actual != checksum:
+        raise _changed(path, actual, checksum)
+
+
+def _check_size(path: str, size: int) -> None:
     try:
         with open_plain(path) as file:
             found = os.fstat(file.fileno()).st_size
@@ -198,6 +213,7 @@ def check_file(path: str, *, size: int, checksum: str) -> None:
         raise Damaged(f"{path}: missing, though the generation's manifest lists it ({size} bytes)") from None
     if found != size:
         raise Damaged(f"{path}: {found} bytes long, {size} expected; the file was cut or changed")
-    _, actual = crc32c_of_file(path)
-    if actual != checksum:
-        raise Damaged(f"{path}: crc32c {actual}, {checksum} expected; the file was changed")
+
+
+def _changed(path: str, actual: str, checksum: str) -> Damaged:
+    return Damaged(f"{path}: crc32c {actual}, {checksum} expected; the file was changed")

@@ -183,9 +183,10 @@ class _Check:
                 self.unpromised.append(f"{path}: {left} bytes at its end are a record that a crash cut off")
 
         try:
-            for offset, header, payload in scan(path, run_tag=self.tag, promised=promised, ended=ended):
+            frames = scan(path, run_tag=self.tag, promised=promised, ended=ended, payloads=False)
+            for offset, header, _ in frames:
                 if header.kind == PAYLOAD:
-                    at = Location(incarnation, rank, number, offset, len(payload))
+                    at = Location(incarnation, rank, number, offset, header.length)
                     self._whole.add((header.sequence, header.number, at))
         except (ForebayError, OSError) as error:
             self._note(path, error)

@@ -277,8 +277,15 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowEr
 _decode_layout = msgspec.json.Decoder(dict[str, _Entry]).decode
 
 
-def read_blob(blob: bytes | bytearray | memoryview, where: str = "payload") -> dict[str, torch.Tensor]:
+def read_blob(
+    blob: bytes | bytearray | memoryview, where: str = "payload", *, copy: bool = True
+) -> dict[str, torch.Tensor]:
     """Return every tensor of a safetensors blob, copied, so that they are the caller's to change.
+
+    Args:
+        blob: the bytes.
+        where: what they are, for an error.
+        copy: False returns views of ``blob``, which must be memory that can be written to and is nobody else's.
 
     Raises:
         Damaged: the blob is not what its header says.
@@ -286,7 +293,8 @@ def read_blob(blob: bytes | bytearray | memoryview, where: str = "payload") -> d
     try:
         length = int.from_bytes(blob[:8], "little")
         layout = _decode_layout(bytes(blob[8 : 8 + length]))
-        data = np.frombuffer(bytearray(memoryview(blob)[8 + length :]), np.uint8)
+        rest = memoryview(blob)[8 + length :]
+        data = np.frombuffer(bytearray(rest) if copy else rest, np.uint8)
         return {name: _view(data, entry) for name, entry in layout.items()}
     except (*_UNREADABLE, RuntimeError) as error:  # of which a RecursionError is one
         raise Damaged(f"{where}: not a safetensors blob ({error})") from None

@@ -6,14 +6,30 @@ what may not be what its name says.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import BinaryIO, Protocol
 
 from pipeline.errors import Damaged, StoreError
 
 _MOST_CHUNKS = 512  # below the least IOV_MAX in use
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        found.restype = ctypes.c_int
+    return found
+
+
+_sync_file_range = _find_sync_file_range()
 
 
 def open_plain(path: str) -> BinaryIO:
@@ -24,6 +40,11 @@ def open_plain(path: str) -> BinaryIO:
         Damaged: it is no plain file.
         StoreError: it cannot be opened.
     """
+    return open(plain_handle(path), "rb")
+
+
+def plain_handle(path: str) -> int:
+    """As :func:`open_plain`, but return a descriptor, which is the caller's to close."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except NotADirectoryError as error:
@@ -35,7 +56,7 @@ def open_plain(path: str) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise Damaged(f"{path}: a folder or a special file, where a plain one belongs")
-    return open(handle, "rb")
+    return handle
 
 
 class FilesLike(Protocol):
@@ -49,6 +70,13 @@ class FilesLike(Protocol):
 
     def write(self, handle: int, chunks: Sequence[bytes | bytearray | memoryview]) -> int:
         """Append all of ``chunks``; return the number of bytes."""
+        ...
+
+    def start_writing(self, handle: int) -> None:
+        """Let the disk begin with what was written, so that the ``sync`` to come finds most of it done.
+
+        A hint: it promises nothing, and its failure is nobody's concern. It may wait for a disk that is busy.
+        """
         ...
 
     def sync(self, handle: int) -> None: ...
@@ -87,6 +115,10 @@ class OsFiles:
             part = [memoryview(chunk) for chunk in chunks[start : start + _MOST_CHUNKS] if len(chunk)]
             total += _write_all(handle, part)
         return total
+
+    def start_writing(self, handle: int) -> None:
+        if _sync_file_range is not None:
+            _sync_file_range(handle, 0, 0, _START_WRITING)
 
     def sync(self, handle: int) -> None:
         os.fsync(handle)

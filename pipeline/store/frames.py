@@ -12,10 +12,11 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
-import google_crc32c
-
 from pipeline.errors import Damaged, NewerFormat, OtherRun
-from pipeline.store.files import open_plain
+from pipeline.store.blocks import Blocks
+from pipeline.store.blocks import crc32c as crc32c
+from pipeline.store.blocks import crc32c_more as crc32c_more
+from pipeline.store.blocks import crc32c_of_file as crc32c_of_file
 
 MAGIC = b"FBAY"
 FORMAT_VERSION = 1
@@ -28,24 +29,6 @@ _HEADER = struct.Struct("<4sBBHIIQQIIQQI")
 _CRC = struct.Struct("<I")
 _ZEROS = bytes(ALIGN)
 _LOOK = 1 << 16  # a multiple of ALIGN: no header lies across two pieces
-
-crc32c = google_crc32c.value
-
-
-def crc32c_more(checksum: int, chunk: bytes | bytearray | memoryview) -> int:
-    """Return the crc32c of what ``checksum`` (0 for nothing) is of, followed by ``chunk``."""
-    more: int = google_crc32c.extend(checksum, bytes(chunk))
-    return more
-
-
-def crc32c_of_file(path: str) -> tuple[int, str]:
-    """Return a file's size and its crc32c as eight hexadecimal digits. Blocks."""
-    checksum = size = 0
-    with open_plain(path) as file:
-        while chunk := file.read(16 << 20):
-            checksum = crc32c_more(checksum, chunk)
-            size += len(chunk)
-    return size, f"{checksum:08x}"
 
 
 class Header(NamedTuple):
@@ -137,8 +120,24 @@ def read_frame(file: BinaryIO, offset: int, where: str) -> Frame | None:
     return Frame(offset, header, payload)
 
 
+def _next_frame(blocks: Blocks, offset: int, where: str, keep: bool) -> Frame | None:
+    """As :func:`read_frame`; without ``keep`` the payload is checked, and empty in what is returned."""
+    begin = offset + HEADER_BYTES
+    header = decode_header(blocks.take(offset, HEADER_BYTES), where)
+    if header is None or not blocks.holds(begin + header.length):
+        return None
+    payload = blocks.take(begin, header.length) if keep else b""
+    checksum = crc32c(payload) if keep else blocks.checksum(begin, header.length)
+    return Frame(offset, header, payload) if checksum == header.checksum else None
+
+
 def scan(
-    path: str, *, run_tag: int, promised: int = 0, ended: Callable[[int, int], None] | None = None
+    path: str,
+    *,
+    run_tag: int,
+    promised: int = 0,
+    ended: Callable[[int, int], None] | None = None,
+    payloads: bool = True,
 ) -> Iterator[Frame]:
     """Yield the whole frames of a file from its beginning to its end, or to the first that is torn.
 
@@ -147,6 +146,7 @@ def scan(
         run_tag: frames of another run are refused.
         promised: bytes that a generation counts on; a torn frame before it is damage.
         ended: told at the end where the whole frames end, and how many bytes of a torn one follow.
+        payloads: False leaves the payloads of the frames empty; they are checked all the same.
 
     Raises:
         Damaged: a frame is bad before ``promised``, or before a later synced mark.
@@ -154,10 +154,10 @@ def scan(
         NewerFormat: a frame is of a format that this version does not know.
     """
     offset = 0
-    with _open(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    with _open(path) as blocks:
+        size = blocks.size()
         while offset < size:
-            frame = read_frame(file, offset, path)
+            frame = _next_frame(blocks, offset, path, payloads)
             if frame is None:
                 break
             if frame.header.run_tag != run_tag:
@@ -167,7 +167,7 @@ def scan(
                 )
             yield frame
             offset += frame_bytes(frame.header.length)
-        if offset < promised or (offset < size and _synced_after(file, offset, size, path)):
+        if offset < promised or (offset < size and _synced_after(blocks, offset, size, path)):
             raise Damaged(
                 f"{path} at byte {offset}: the record is damaged, though {max(promised, offset)} bytes of the "
                 f"file were written and synced. Restore the file from a copy, or resume an older generation."
@@ -176,18 +176,17 @@ def scan(
         ended(offset, max(0, size - offset))  # of the last record, padding alone may be missing
 
 
-def _open(path: str) -> BinaryIO:
+def _open(path: str) -> Blocks:
     try:
-        return open_plain(path)
+        return Blocks(path)
     except FileNotFoundError:
         raise Damaged(f"{path}: missing; restore it from a copy") from None
 
 
-def _synced_after(file: BinaryIO, offset: int, size: int, where: str) -> bool:
+def _synced_after(blocks: Blocks, offset: int, size: int, where: str) -> bool:
     """Whether a synced mark lies beyond ``offset``: then what lies there was promised, and is damaged."""
     for start in range(offset + ALIGN, size, _LOOK):
-        file.seek(start)
-        chunk = file.read(_LOOK)
+        chunk = blocks.take(start, _LOOK)
         place = chunk.find(MAGIC)
         while place >= 0:
             header = decode_header(chunk[place : place + HEADER_BYTES], where) if place % ALIGN == 0 else None

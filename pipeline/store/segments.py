@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from pipeline.errors import Damaged, StoreError
 from pipeline.records import Location
-from pipeline.store.files import open_plain
+from pipeline.store.blocks import Blocks
 from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c, decode_header
 from pipeline.store.layout import Layout
 
@@ -58,7 +56,12 @@ class PayloadReader:
         Raises:
             Damaged: a segment is missing, or the payload in it is not whole or not the right one.
         """
-        return {(uid, member): blob for uid, member, blob in self._read(places)}
+        blobs = {}
+        for (uid, member, _), found in self._look(places, keep=True):
+            if isinstance(found, Damaged):
+                raise found
+            blobs[uid, member] = found
+        return blobs
 
     def verify(self, places: Iterable[Place]) -> None:
         """Read every place and compare its checksums; nothing is kept.
@@ -66,21 +69,16 @@ class PayloadReader:
         Raises:
             Damaged: as :meth:`read_many`.
         """
-        for _ in self._read(places):
-            pass
+        for _, found in self._look(places, keep=False):
+            if isinstance(found, Damaged):
+                raise found
 
     def damaged(self, places: Iterable[Place]) -> list[tuple[Place, Damaged]]:
         """Read every place, and return those that are not whole, each with what is wrong; nothing is kept."""
-        return [(place, found) for place, found in self._look(places) if isinstance(found, Damaged)]
+        return [(place, found) for place, found in self._look(places, keep=False) if isinstance(found, Damaged)]
 
-    def _read(self, places: Iterable[Place]) -> Iterator[tuple[int, int, bytes]]:
-        for (uid, member, _), found in self._look(places):
-            if isinstance(found, Damaged):
-                raise found
-            yield uid, member, found
-
-    def _look(self, places: Iterable[Place]) -> Iterator[tuple[Place, bytes | Damaged]]:
-        """Yield each place with what lies there, file by file."""
+    def _look(self, places: Iterable[Place], *, keep: bool) -> Iterator[tuple[Place, bytes | Damaged]]:
+        """Yield each place with what lies there, file by file; without ``keep`` with nothing, if that is whole."""
         by_file: dict[tuple[int, int, int], list[Place]] = {}
         for place in places:
             where = place[2]
@@ -89,29 +87,29 @@ class PayloadReader:
             path = self._layout.segment(*number)
             wanted = sorted(by_file[number], key=_offset)
             try:
-                file = open_plain(path)
+                blocks = Blocks(path)
             except (FileNotFoundError, StoreError) as error:
                 how = "the segment is missing" if isinstance(error, FileNotFoundError) else str(error)
                 absent = Damaged(f"{path}: {how}; it holds uid {wanted[0][0]} and more. Restore the file from a copy.")
                 yield from ((place, absent) for place in wanted)
                 continue
-            with file:
-                # Mapped: one payload costs no system call. An empty file cannot be, and holds nothing anyway.
-                size = os.fstat(file.fileno()).st_size
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            with blocks:
                 for place in wanted:
-                    yield place, self._frame(data, size, path, place)
+                    yield place, self._frame(blocks, path, place, keep)
 
-    def _frame(self, data: mmap.mmap | bytes, size: int, path: str, place: Place) -> bytes | Damaged:
+    def _frame(self, blocks: Blocks, path: str, place: Place, keep: bool) -> bytes | Damaged:
         uid, member, location = place
-        offset, begin = location.offset, location.offset + HEADER_BYTES
-        header = decode_header(data[offset:begin], path)
-        if header is not None and self._is(header, uid, member) and begin + header.length <= size:
-            payload = data[begin : begin + header.length]
-            if crc32c(payload) == header.checksum:
+        begin = location.offset + HEADER_BYTES
+        # What is kept lies here and there: no more is read than is wanted.
+        raw = blocks.exactly(location.offset, HEADER_BYTES) if keep else blocks.take(location.offset, HEADER_BYTES)
+        header = decode_header(raw, path)
+        if header is not None and self._is(header, uid, member) and blocks.holds(begin + header.length):
+            payload = blocks.exactly(begin, header.length) if keep else b""
+            checksum = crc32c(payload) if keep else blocks.checksum(begin, header.length)
+            if checksum == header.checksum:
                 return payload
         return Damaged(
-            f"{path} at byte {offset}: the payload of uid {uid}, member {member} is damaged or missing. "
+            f"{path} at byte {location.offset}: the payload of uid {uid}, member {member} is damaged or missing. "
             "Restore the file from a copy."
         )
 

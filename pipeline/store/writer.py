@@ -30,6 +30,7 @@ from pipeline.store.segments import Footer, SegmentEntry, SegmentInfo
 
 _EVENT_COST = 64  # bytes that a queued event is counted as
 _SMALL = 4096  # bytes
+_PIECE = 4 << 20  # bytes that are written at once: still in the cache after the checksum, and the disk begins early
 
 
 class _Queued(msgspec.Struct, frozen=True, gc=False):
@@ -82,7 +83,7 @@ class StoreWriter:
         self._open_segment = 0
         self._entries: list[SegmentEntry] = []
         self._segments: dict[int, SegmentInfo] = {}
-        self._segment_handle = -1
+        self._segment_handle = self._sealed_handle = -1  # of the two newest segments
         self._unsynced_folders = {layout.journals}
         self.error: WriteFailed | None = None
         self._journal_path = layout.journal(incarnation, rank)
@@ -159,12 +160,16 @@ class StoreWriter:
         self._guard()
         try:
             chunks: list[bytes] = []
+            gathered = 0
             for queued in batch.payloads:
-                if queued.location.segment != self._open_segment:
+                other = queued.location.segment != self._open_segment
+                if other or gathered >= _PIECE:
                     self._write_segment(chunks)
-                    chunks = []
+                    chunks, gathered = [], 0
+                if other:
                     self._next_segment(queued.location.segment)
                 chunks.extend(self._frame(PAYLOAD, queued.blob, queued.uid, queued.member, queued.life))
+                gathered += len(queued.blob)
                 self._entries.append(
                     SegmentEntry(queued.uid, queued.member, queued.life, queued.location.offset, len(queued.blob))
                 )
@@ -190,6 +195,7 @@ class StoreWriter:
         """
         self._guard()
         try:
+            self._sync_sealed()
             if self._segment_handle >= 0:
                 self._files.sync(self._segment_handle)
             self._files.sync(self._journal)
@@ -218,14 +224,14 @@ class StoreWriter:
                 self._seal()
         except OSError as error:
             self._failed("seal", error)
-        for handle in (self._journal, self._segment_handle):
+        for handle in (self._journal, self._sealed_handle, self._segment_handle):
             try:
                 if handle >= 0:
                     self._files.close(handle)
             except OSError as error:
                 if self.error is None:
                     self._failed("close", error)
-        self._journal = self._segment_handle = -1
+        self._journal = self._sealed_handle = self._segment_handle = -1
         if self.error is not before:
             self._guard()
 
@@ -246,6 +252,8 @@ class StoreWriter:
             if sum(map(len, chunks)) < _SMALL * len(chunks):  # one copy costs less than a long list of pieces
                 chunks = [b"".join(chunks)]
             written = self._files.write(self._segment_handle, chunks)
+            if written >= _PIECE:
+                self._files.start_writing(self._segment_handle)
             before = self._segments[self._open_segment]
             self._segments[self._open_segment] = msgspec.structs.replace(before, bytes=before.bytes + written)
             self.unsynced_bytes += written
@@ -253,14 +261,21 @@ class StoreWriter:
     def _next_segment(self, number: int) -> None:
         if self._segment_handle >= 0:
             self._seal()
-            self._files.sync(self._segment_handle)
-            self._files.close(self._segment_handle)
-            self._segment_handle = -1
+            self._files.start_writing(self._segment_handle)
+            self._sync_sealed()  # the one before, which is on the disk by now, or nearly so
+            self._sealed_handle, self._segment_handle = self._segment_handle, -1
         path = self._layout.segment(self.incarnation, self.rank, number)
         self._segment_handle = self._files.create(path)
         self._open_segment, self._entries = number, []
         self._segments[number] = SegmentInfo(name=os.path.basename(path), bytes=0)
         self._unsynced_folders.add(self._layout.segments)
+
+    def _sync_sealed(self) -> None:
+        """Sync and close the segment that was sealed last, if that has not been done."""
+        if self._sealed_handle >= 0:
+            self._files.sync(self._sealed_handle)
+            handle, self._sealed_handle = self._sealed_handle, -1
+            self._files.close(handle)
 
     def _seal(self) -> None:
         footer = msgspec.msgpack.encode(Footer(self._entries))

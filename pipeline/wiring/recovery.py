@@ -84,7 +84,8 @@ def recover_run(
         Damaged: something that was promised to be there is missing or changed.
         UsageError: the seed, or what is attached, is not what the generation holds.
     """
-    check_generation(stored)
+    trainer = [info.path for info in stored.manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
+    check_generation(stored, later=trainer)  # they are large, and compared as they are read, before anything is changed
     _check_attached(stored, attached)
     half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
     path = os.path.join(stored.folder, PROGRESS_FILE)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, choose, find_generations
-from pipeline.checkpoint.lines import find_line
+from pipeline.checkpoint.lines import Line, find_line
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.ledger import BUFFERED, PARKED, WAITING
@@ -105,33 +104,29 @@ def find_to_resume(
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory, external)
     _check_external(stored.manifest)
-    line = find_line(layout, origin.tag, stored.manifest, discard=state.options.after_crash == "discard")
+    line = _line_of(state, origin, stored, found.complete[-1].manifest.reusable)
     opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
     if origin.forked:  # its base is this incarnation: what an earlier try left in the folder does not count
         name = f"{origin.run_id}/{stored.manifest.generation}"
         opened = msgspec.structs.replace(opened, generation=-1, parent=-1, origin=name)
-    else:
-        opened = msgspec.structs.replace(opened, discarded=line.discarded)
-    recover = partial(
-        recover_run,
-        layout,
-        stored,
-        list(state.plans.values()),
-        run_tag=origin.tag,
-        seed=state.options.seed,
-        attached=attached,
-        torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
-    )
-    reusable = found.complete[-1].manifest.reusable
-    kept = reusable is None or stored.manifest.generation in reusable
-    if not kept and let_go_since(layout, origin.tag, stored.manifest, line):
-        # An older one that is kept for good does not keep what came after it: it is set aside, and run again.
-        line = find_line(layout, origin.tag, stored.manifest, discard=True)
-        state.log.warning(events.RUN_SET_ASIDE, generation=stored.manifest.generation, step=stored.manifest.step)
-        if not origin.forked:
-            opened = msgspec.structs.replace(opened, discarded=line.discarded)
+
+    def recover(line: Line) -> Found:
+        begins = opened if origin.forked else msgspec.structs.replace(opened, discarded=line.discarded)
+        recovered = recover_run(
+            layout,
+            stored,
+            list(state.plans.values()),
+            run_tag=origin.tag,
+            seed=state.options.seed,
+            opened=begins,
+            line=line,
+            attached=attached,
+            torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
+        )
+        return Found(stored, recovered, begins, origin)
+
     try:
-        recovered = recover(opened=opened, line=line)
+        return recover(line)
     except Damaged:
         # After a loss of power a journal may name payloads that the disk never got: it ends before them.
         tails = unwritten_tails(layout, origin.tag, line, stored.manifest.journals)
@@ -139,11 +134,18 @@ def find_to_resume(
             raise
         for tail in tails:
             state.log.warning(events.JOURNAL_UNWRITTEN, **tail._asdict())
-        line = cut_off(line, tails)
-        if not origin.forked:
-            opened = msgspec.structs.replace(opened, discarded=line.discarded)
-        recovered = recover(opened=opened, line=line)
-    return Found(stored, recovered, opened, origin)
+        return recover(cut_off(line, tails))
+
+
+def _line_of(state: RunState, origin: Origin, stored: Stored, reusable: Sequence[int] | None) -> Line:
+    """Return which events count for the generation that is resumed."""
+    layout, manifest = origin.layout, stored.manifest
+    line = find_line(layout, origin.tag, manifest, discard=state.options.after_crash == "discard")
+    if reusable is None or manifest.generation in reusable or not let_go_since(layout, origin.tag, manifest, line):
+        return line
+    # One that is kept for good does not keep what came after it: that is set aside, and run again.
+    state.log.warning(events.RUN_SET_ASIDE, generation=manifest.generation, step=manifest.step)
+    return find_line(layout, origin.tag, manifest, discard=True)
 
 
 def _check_external(manifest: Manifest) -> None:

@@ -205,14 +205,35 @@ class Saver:
         return capture
 
     async def finish(self, capture: Capture) -> Stored:
-        """Write the rest, commit, and release. Runs beside the trainer.
+        """Write the rest, commit, remove what is not kept, and release. Runs beside the trainer.
 
         Raises:
             WriteFailed: the generation does not exist; those before it do.
         """
         state = self._state
-        assert state.writer is not None
         begun = state.clock.now()
+        try:
+            stored = await self._finish(capture)
+            self.committed = True
+            self.parent = stored.manifest.generation
+            capture.saving.end()  # it exists: nobody waits for old ones to go, which may take longer than its own sync
+            state.log.info(
+                events.GENERATION_COMMITTED,
+                generation=stored.manifest.generation,
+                step=stored.manifest.step,
+                bytes=sum(info.bytes for info in stored.manifest.files),
+                seconds=state.clock.now() - begun,
+                reason=stored.manifest.reason,
+            )
+            await self._in_thread(lambda: self.retention.committed(stored, capture.live, capture.open_segment))
+            self.on_committed(stored)
+        finally:
+            self.release()
+        return stored
+
+    async def _finish(self, capture: Capture) -> Stored:
+        state = self._state
+        assert state.writer is not None
         try:
             position, written = await state.writer.sync()
             segments: list[SegmentInfo] | None = written
@@ -222,6 +243,7 @@ class Saver:
             if REPLAY_BUFFER in capture.manifest.left_out:  # it needs none of them; it says how far they had come
                 journals, segments = [msgspec.structs.replace(each, bytes=0) for each in journals], None
             stored: Stored = await self._in_thread(lambda: self._commit(capture, journals, segments))
+            return stored
         except BaseException as error:
             saving, self.captured_step = capture.saving, -1
             state.log.error(events.GENERATION_FAILED, generation=saving.generation, step=saving.step, error=str(error))
@@ -231,21 +253,6 @@ class Saver:
             cut = WriteFailed(f"generation {saving.generation} was cut off before it was committed: {error!r}")
             saving.end(error if isinstance(error, ForebayError) else cut)
             raise
-        finally:
-            self.release()
-        self.committed = True
-        self.on_committed(stored)
-        self.parent = stored.manifest.generation
-        capture.saving.end()
-        state.log.info(
-            events.GENERATION_COMMITTED,
-            generation=stored.manifest.generation,
-            step=stored.manifest.step,
-            bytes=sum(info.bytes for info in stored.manifest.files),
-            seconds=state.clock.now() - begun,
-            reason=stored.manifest.reason,
-        )
-        return stored
 
     async def finish_later(self, capture: Capture) -> None:
         """:meth:`finish`, with the error kept for whoever waits for the saving, and for the next verb."""
@@ -275,9 +282,7 @@ class Saver:
             files=sorted(writer.infos, key=lambda info: info.path),
         )
         manifest = msgspec.structs.replace(manifest, reusable=self.retention.reusable(manifest))
-        stored = writer.commit(manifest)
-        self.retention.committed(stored, capture.live, capture.open_segment)
-        return stored
+        return writer.commit(manifest)
 
 
 def link_trainer(capture: Capture, stored: Stored) -> None:

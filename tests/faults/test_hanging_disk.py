@@ -34,16 +34,25 @@ async def test_a_put_returns_at_once_in_a_run_that_was_saved_while_blocked(run_d
 
 
 class StuckDisk(OsFiles):
-    """A sync does not return until it is let."""
+    """A sync, or the removal of a file, does not return until it is let."""
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str = "sync") -> None:
+        self._verb = verb
         self.stuck, self.free = threading.Event(), threading.Event()
         self.free.set()
 
+    def _comes(self, verb: str) -> None:
+        if verb == self._verb:
+            self.stuck.set()
+            assert self.free.wait(60)
+
     def sync(self, handle: int) -> None:
-        self.stuck.set()
-        assert self.free.wait(60)
+        self._comes("sync")
         super().sync(handle)
+
+    def unlink(self, path: str) -> None:
+        self._comes("unlink")
+        super().unlink(path)
 
 
 async def test_rollouts_and_batches_go_on_while_a_disk_hangs(run_directory: str) -> None:
@@ -74,3 +83,24 @@ async def test_rollouts_and_batches_go_on_while_a_disk_hangs(run_directory: str)
             files.free.set()
         await saving.committed()
         assert (await pipe.save(batch.step)).step == 21
+
+
+async def test_a_generation_is_committed_before_an_old_one_has_gone(run_directory: str) -> None:
+    """Removing a large file can take longer than writing one; the next save waits for it, and nobody else."""
+    files = StuckDisk("unlink")
+    generations = os.path.join(run_directory, "generations")
+    async with pipeline(task(3), directory=run_directory, files=files, keep=1) as pipe:
+        pipe.attach(trained=Trained())
+        await pipe.start()
+        batch = await pipe.get_batch(1)
+        files.free.clear()
+        try:
+            saving = await pipe.save(batch.step)
+            with anyio.fail_after(30):
+                await saving.committed()
+                await anyio.to_thread.run_sync(files.stuck.wait)
+            assert sorted(os.listdir(generations)) == ["00000000", "00000001"]
+        finally:
+            files.free.set()
+        await (await pipe.save(batch.step)).committed()
+        assert "00000000" not in os.listdir(generations)

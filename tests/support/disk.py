@@ -74,6 +74,10 @@ class ScriptedFiles(OsFiles):
         status = os.stat(file)
         return status.st_dev, status.st_ino
 
+    def unsynced(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder that were not synced since they were written."""
+        return [name for name in os.listdir(folder) if self._key(os.path.join(folder, name)) in self._unsynced]
+
     def end(self) -> None:
         """Close what is open, as the kernel does when a process ends."""
         while self.open:

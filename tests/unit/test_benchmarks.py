@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
+from benchmarks import peaks
 from benchmarks.__main__ import main
 from benchmarks.harness import Row, times
 
@@ -36,3 +39,26 @@ def test_a_small_simulation_of_every_staleness_policy_prints_rows(capsys: pytest
         assert row["ours"] >= 0.99, "no policy can be faster than a trainer that never waits"
         assert row["peers"]["stalest"] <= 2 or row["name"].startswith("mask")
         assert 0 < row["peers"]["tokens trained of generated"] <= 1
+
+
+@pytest.mark.slow
+def test_small_checkpoints_print_rows_and_leave_nothing_behind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FOREBAY_TORCHRL_PYTHON", raising=False)
+    assert main(["checkpoint", "--json", "--scale", "0.003", "--folder", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    names = [row["name"] for row in rows]
+    assert len(names) == len(set(names)) == 20 + 5 * hasattr(os, "posix_fadvise") + 4 * peaks.possible()
+    for row in rows:
+        assert row["ok"] == (row["ours"] <= row["limit"])
+        assert row["name"].startswith("extra memory") or row["ours"] > 0
+    (written,) = [row["ours"] for row in rows if row["name"] == "bytes on the disk, 0.003 GB"]
+    assert 1 < written < 1.1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_figures_of_a_folder_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.disk.in_memory", lambda folder: True)
+    with pytest.raises(SystemExit, match="lies in memory"):
+        main(["checkpoint", "--folder", str(tmp_path)])

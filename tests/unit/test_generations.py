@@ -302,6 +302,18 @@ class TestFilesOfAGeneration:
         with pytest.raises(Damaged, match=f"{full}: missing"):
             check_generation(stored)
 
+    def test_what_is_read_later_is_compared_by_size_alone(self, stored: Stored) -> None:
+        path = "trainer/model.safetensors"
+        full = Path(stored.folder, path)
+        raw = full.read_bytes()
+        full.write_bytes(raw[:-1] + b"\x7f")
+        check_generation(stored, later=[path])
+        with pytest.raises(Damaged, match=f"{full}.*crc32c"):
+            check_generation(stored, later=["consumer.json"])
+        full.write_bytes(raw[:-1])
+        with pytest.raises(Damaged, match=f"{full}.*long"):
+            check_generation(stored, later=[path])
+
     @pytest.mark.timeout(20)
     @pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "fifo", "folder", "dangling link"])
     def test_links_and_special_files_are_refused(self, stored: Stored, tmp_path: Path, kind: str) -> None:

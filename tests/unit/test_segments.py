@@ -85,6 +85,42 @@ def test_a_payload_larger_than_a_segment_has_one_of_its_own(run: tuple[Layout, R
     writer.close()
 
 
+def test_a_large_batch_is_written_in_pieces_and_a_sync_covers_every_segment_of_it(run: tuple[Layout, RunFile]) -> None:
+    files = ScriptedFiles()
+    writer = new_writer(*run, files, segment_bytes=10 << 20)
+    places = [finish(writer, uid, bytes([uid]) * (1 << 20)) for uid in range(36)]
+    flush(writer)
+    assert files.calls.count("write") == 3 * (3 + 1) + 2 + 1, "4 MB each, a footer for each sealed one, and the events"
+    assert len(files.open) == 3, "the journal, the open segment and the one before, whose sync may take its time"
+    writer.sync()
+    assert len(files.open) == 2
+    assert not files.unsynced(run[0].segments)
+    assert [info.sealed for info in writer.sync()[1]] == [True, True, True, False]
+    blobs = PayloadReader(run[0], run[1].tag).read_many([(uid, 0, place) for uid, place in enumerate(places)])
+    assert all(blobs[uid, 0] == bytes([uid]) * (1 << 20) for uid in range(36))
+    writer.close()
+    assert not files.open
+
+
+@pytest.mark.parametrize("at", [0, 300_000, 699_999])
+def test_a_flipped_bit_anywhere_in_a_large_payload_is_found(run: tuple[Layout, RunFile], at: int) -> None:
+    writer = new_writer(*run)
+    places = [(uid, 0, finish(writer, uid, bytes([uid]) * 700_000)) for uid in range(3)]
+    flush(writer)
+    writer.close()
+    reader = PayloadReader(run[0], run[1].tag)
+    reader.verify(places)
+    with open(run[0].segment(1, 0, 1), "r+b") as file:
+        file.seek(places[1][2].offset + HEADER_BYTES + at)
+        file.write(b"\x7f")
+    with pytest.raises(Damaged, match="uid 1, member 0"):
+        reader.verify(places)
+    with pytest.raises(Damaged, match="uid 1, member 0"):
+        reader.read_many(places)
+    assert [place for place, _ in reader.damaged(places)] == [places[1]]
+    assert len(list(scan(run[0].segment(1, 0, 1), run_tag=run[1].tag, payloads=False))) == 1
+
+
 def test_a_payload_is_written_before_the_event_that_names_it(run: tuple[Layout, RunFile]) -> None:
     """Whatever call is the last one: every event that is there names a payload that can be read."""
     for last in range(1, 40):

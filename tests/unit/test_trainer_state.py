@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -290,12 +291,25 @@ def test_a_file_with_right_checksums_that_is_no_state_is_damage_and_is_never_unp
     assert not sentinel.exists()
 
 
+def test_a_state_is_read_into_memory_once_and_is_the_readers_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    size, checksum = CapturedState("a", {"w": torch.arange(2 << 20)}).write(ScriptedFiles(), path)
+    tracemalloc.start()
+    try:
+        found = read_state(path, size=size, checksum=checksum)
+        assert tracemalloc.get_traced_memory()[1] < 1.1 * size
+    finally:
+        tracemalloc.stop()
+    found["w"].zero_()
+    assert read_state(path, size=size, checksum=checksum)["w"][-1] == (2 << 20) - 1
+
+
 def test_large_tensors_are_written_in_pieces(tmp_path: Path) -> None:
     """A full disk is noticed, and nothing but the largest tensor is ever copied."""
     state = {"w": torch.arange(5 << 20), "v": torch.ones(10)}
     files = ScriptedFiles()
     size, checksum = CapturedState("a", state).write(files, str(tmp_path / "s"))
-    assert files.calls.count("write") == 1 + 3 + 1 + 1
+    assert files.calls.count("write") == 1 + 10 + 1 + 1
     assert same(read_state(str(tmp_path / "s"), size=size, checksum=checksum), state)
     for call in range(1, len(files.calls)):
         path = tmp_path / f"s{call}"

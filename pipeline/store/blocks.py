@@ -1,0 +1,117 @@
+"""Reading files through one block of memory, and the crc32c of what is read.
+
+A file that is only to be checked is read into the same block again and again: memory that is new for every piece costs
+more than the reading. The interpreter's lock is free while the disk is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Self
+
+import google_crc32c
+import numpy as np
+
+from pipeline.store.files import plain_handle
+
+_BLOCK = 256 << 10  # it stays in the cache of a core
+
+crc32c = google_crc32c.value
+
+
+def crc32c_more(checksum: int, chunk: bytes | bytearray | memoryview) -> int:
+    """Return the crc32c of what ``checksum`` (0 for nothing) is of, followed by ``chunk``, which is not copied."""
+    if not len(chunk):
+        return checksum
+    # It takes bytes or an array, and no other view of memory.
+    more: int = google_crc32c.extend(checksum, np.frombuffer(chunk, np.uint8))
+    return more
+
+
+class Blocks:
+    """A file that is read piece by piece, forward for the most part. All methods block.
+
+    Raises:
+        Damaged: it is no plain file.
+        OSError: it cannot be opened; every method: it cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = plain_handle(path)
+        self._block = memoryview(b"")
+        self._start = self._end = 0
+        self._size = 0
+
+    def holds(self, end: int) -> bool:
+        """Whether the file has ``end`` bytes; it may be growing."""
+        if end > self._size:
+            self._size = os.fstat(self._file).st_size
+        return end <= self._size
+
+    def size(self) -> int:
+        """Return how many bytes the file has now."""
+        return os.fstat(self._file).st_size
+
+    def part(self, offset: int, most: int) -> memoryview:
+        """Return up to ``most`` bytes at ``offset``, none at the file's end alone; valid until the next call."""
+        if not self._start <= offset < self._end:
+            if not self._block:
+                self._block = memoryview(bytearray(min(_BLOCK, max(64, os.fstat(self._file).st_size))))
+            self._start, self._end = offset, offset + os.preadv(self._file, [self._block], offset)
+        at = offset - self._start
+        return self._block[at : min(at + most, self._end - self._start)]
+
+    def take(self, offset: int, length: int) -> bytes:
+        """Return ``length`` bytes, or what there is of them before the file's end."""
+        part = self.part(offset, length)
+        if len(part) == length:
+            return bytes(part)
+        parts = []
+        while len(part):
+            parts.append(bytes(part))
+            offset, length = offset + len(part), length - len(part)
+            part = self.part(offset, length) if length else part[:0]
+        return b"".join(parts)
+
+    def exactly(self, offset: int, length: int) -> bytes:
+        """As :meth:`take`, but nothing around it is read: for pieces that lie here and there."""
+        found = os.pread(self._file, length, offset)
+        if len(found) < length:  # at the end, or of more than 2 GB
+            found += self.take(offset + len(found), length - len(found))
+        return found
+
+    def checksum(self, offset: int, length: int) -> int | None:
+        """Return the crc32c of ``length`` bytes, or None if there are not so many; nothing is kept."""
+        checksum = 0
+        while length:
+            part = self.part(offset, length)
+            if not len(part):
+                return None
+            checksum = crc32c_more(checksum, part)
+            offset, length = offset + len(part), length - len(part)
+        return checksum
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def crc32c_of_file(path: str) -> tuple[int, str]:
+    """Return a file's size and its crc32c as eight hexadecimal digits. Blocks."""
+    checksum = size = 0
+    with Blocks(path) as blocks:
+        while len(part := blocks.part(size, _BLOCK)):
+            checksum = crc32c_more(checksum, part)
+            size += len(part)
+    return size, f"{checksum:08x}"
