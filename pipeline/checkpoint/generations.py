@@ -24,6 +24,9 @@ from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import crc32c, crc32c_of_file
 from pipeline.store.layout import Layout, write_file
 
+RETRY = "Free space or mend the disk; a retry may work"
+"""What a message about a generation that could not be written ends with: nothing of it stays."""
+
 _NAME = re.compile(r"\d+")
 
 
@@ -128,6 +131,18 @@ def _choose_external(found: Found, step: int | None, where: str, external: str) 
     return matching[-1]
 
 
+def with_offer(error: Damaged, stored: Stored, found: Found) -> Damaged:
+    """Return ``error``, which is about a file of ``stored``, with how to get at the generation before it."""
+    number = stored.manifest.generation
+    before = [each for each in found.complete if each.manifest.generation < number]
+    offer = ""
+    if before and before[-1].manifest.step != stored.manifest.step:
+        offer = f" resume(step={before[-1].manifest.step}) takes the one before it."
+    elif before:  # of the same step: a step alone does not tell them apart
+        offer = f" Move {stored.folder} out of the run, and resume() takes the one before it."
+    return Damaged(f"generation {number} is damaged: {error}.{offer}")
+
+
 def check_generation(stored: Stored, *, later: Collection[str] = ()) -> None:
     """Compare every file of a generation with its manifest, those of ``later`` by size alone. Blocks.
 
@@ -197,6 +212,8 @@ class GenerationWriter:
         try:
             self._files.link(source, target)
         except OSError:
+            if os.path.lexists(target):  # over a network a link may be said to have failed that was made
+                self._files.unlink(target)
             with open(source, "rb") as file:
                 handle = self._files.create(target)
                 try:
@@ -245,7 +262,7 @@ class GenerationWriter:
             self._files.sync_directory(self._layout.generations)
             write_file(self._files, os.path.join(self._final, MANIFEST_FILE), encode_manifest(manifest))
         except OSError as error:
-            raise WriteFailed(f"{self._final}: could not be committed: {error}") from error
+            raise WriteFailed(f"{self._final}: could not be committed: {error}. {RETRY}") from error
         self._renamed = False
         return Stored(self._final, manifest)
 

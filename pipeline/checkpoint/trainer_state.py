@@ -3,13 +3,16 @@
 The file is a valid ``safetensors`` file. Its tensors are numbered; ``__tree__`` is MessagePack in a uint8 tensor and
 holds the nesting, the keys and every plain value, with references to the tensors. A tensor that stands in several
 places is stored once and comes back shared. Tensors are written one after the other, so that nothing but the largest
-is ever copied, and read back by their own slices of a mapped file.
+is ever copied, and read back into one piece of memory that they share.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,7 +146,8 @@ def read_state(path: str, *, size: int, checksum: str) -> Any:
     Raises:
         Damaged: the file is missing, or not what the manifest says, or no such file.
     """
-    tensors = read_blob(_read_checked(path, size=size, checksum=checksum), path, copy=False) if size else {}
+    read = _mapped_checked if size > available_memory() // 2 else _read_checked
+    tensors = read_blob(read(path, size=size, checksum=checksum), path, copy=False) if size else {}
     tree = tensors.pop(TREE_KEY, None)
     if tree is None:
         raise Damaged(f"{path}: holds no {TREE_KEY!r}, so it is no trainer state")
@@ -189,6 +193,27 @@ def _read_checked(path: str, *, size: int, checksum: str) -> memoryview:
     if f"{actual:08x}" != checksum:
         raise _changed(path, f"{actual:08x}", checksum)
     return view
+
+
+def _mapped_checked(path: str, *, size: int, checksum: str) -> memoryview:
+    """As :func:`_read_checked`, for what memory may not hold beside the live state: a private map, whose pages come
+    when they are looked at and may go again. It is read twice for that."""
+    check_file(path, size=size, checksum=checksum)
+    handle = plain_handle(path)
+    try:
+        return memoryview(mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    finally:
+        os.close(handle)
+
+
+def available_memory() -> int:
+    """Return how many bytes of memory can be had without swapping, as far as the system tells; else very many."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            found = re.search(rb"^MemAvailable:\s+(\d+) kB", file.read(), re.MULTILINE)
+    except OSError:
+        found = None
+    return sys.maxsize if found is None else int(found[1]) * 1024
 
 
 def check_file(path: str, *, size: int, checksum: str | None) -> None:

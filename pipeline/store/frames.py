@@ -29,6 +29,7 @@ _HEADER = struct.Struct("<4sBBHIIQQIIQQI")
 _CRC = struct.Struct("<I")
 _ZEROS = bytes(ALIGN)
 _LOOK = 1 << 16  # a multiple of ALIGN: no header lies across two pieces
+_PIECE = 1 << 20  # bytes; the allocator keeps what was read in larger ones
 
 
 class Header(NamedTuple):

@@ -53,16 +53,32 @@ class RunLock:
             # Closing this descriptor would free the lock that the other pipeline holds: it stays open.
             raise Locked(f"{self._path}: another pipeline of this process writes in this folder; close it first")
         try:
+            self._take(handle)
+        except Locked:
+            os.close(handle)
+            raise
+        self._handle, self._key = handle, key
+        _held[key] = os.getpid()
+
+    def _take(self, handle: int) -> None:
+        try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             holder = _read_holder(handle)
-            os.close(handle)
             raise Locked(
                 f"{self._path}: process {holder.process} on host {holder.host or 'unknown'} writes in this folder. "
                 "Stop it, or choose another directory."
             ) from None
-        self._handle, self._key = handle, key
-        _held[key] = os.getpid()
+
+    def keep(self) -> None:
+        """Take the lock again, should this process have lost it: whatever in it opens and closes the file (a copy of
+        the folder, made by the trainer) frees it without a word. Does nothing when it was not held.
+
+        Raises:
+            Locked: another process has taken it meanwhile.
+        """
+        if self._key is not None:
+            self._take(self._handle)
 
     def describe(self, incarnation: int) -> None:
         """Write into the file who holds it."""

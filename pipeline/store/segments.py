@@ -29,6 +29,33 @@ class Footer(msgspec.Struct, frozen=True, array_like=True):
     entries: list[SegmentEntry] = []
 
 
+class FooterBuilder:
+    """The footer of a segment that is being written. Held as the bytes that it will be: a tenth of the objects, and a
+    segment of small payloads has a hundred thousand of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._raw = bytearray()
+
+    def add(self, entry: SegmentEntry) -> None:
+        """Add the next payload of the file."""
+        _encoder.encode_into(entry, self._raw, -1)
+        self.count += 1
+
+    def encode(self) -> bytes:
+        """Return a :class:`Footer` of everything added, as MessagePack."""
+        if self.count < 16:
+            head = bytes([0x90 | self.count])
+        elif self.count < 1 << 16:
+            head = b"\xdc" + self.count.to_bytes(2)
+        else:
+            head = b"\xdd" + self.count.to_bytes(4)
+        return b"\x91" + head + self._raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A segment as a manifest lists it."""
 

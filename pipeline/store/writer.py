@@ -15,6 +15,7 @@ over an injected file layer. :class:`WriterService` is the asynchronous shell ar
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from pipeline.store.files import FilesLike
 from pipeline.store.frames import EVENTS, FOOTER, PAYLOAD, SYNCED, encode_frame, frame_bytes
 from pipeline.store.journal import JournalPosition, encode_events
 from pipeline.store.layout import Layout
-from pipeline.store.segments import Footer, SegmentEntry, SegmentInfo
+from pipeline.store.segments import FooterBuilder, SegmentEntry, SegmentInfo
 
 _EVENT_COST = 64  # bytes that a queued event is counted as
 _SMALL = 4096  # bytes
@@ -81,7 +82,7 @@ class StoreWriter:
         self.unsynced_bytes = 0
         """Bytes that were written since the last sync. The loop may look at it at any time."""
         self._open_segment = 0
-        self._entries: list[SegmentEntry] = []
+        self._footer = FooterBuilder()
         self._segments: dict[int, SegmentInfo] = {}
         self._segment_handle = self._sealed_handle = -1  # of the two newest segments
         self._unsynced_folders = {layout.journals}
@@ -170,7 +171,7 @@ class StoreWriter:
                     self._next_segment(queued.location.segment)
                 chunks.extend(self._frame(PAYLOAD, queued.blob, queued.uid, queued.member, queued.life))
                 gathered += len(queued.blob)
-                self._entries.append(
+                self._footer.add(
                     SegmentEntry(queued.uid, queued.member, queued.life, queued.location.offset, len(queued.blob))
                 )
             self._write_segment(chunks)
@@ -195,6 +196,7 @@ class StoreWriter:
         """
         self._guard()
         try:
+            self._check_there()
             self._sync_sealed()
             if self._segment_handle >= 0:
                 self._files.sync(self._segment_handle)
@@ -247,6 +249,17 @@ class StoreWriter:
             life=life,
         )
 
+    def _check_there(self) -> None:
+        """Refuse to call durable what has lost its name: a file that was removed can be written and synced still."""
+        segment = self._layout.segment(self.incarnation, self.rank, self._open_segment)
+        for handle, path in ((self._journal, self._journal_path), (self._segment_handle, segment)):
+            try:
+                there = handle < 0 or os.path.samestat(os.fstat(handle), os.stat(path))
+            except FileNotFoundError:
+                there = False
+            if not there:
+                raise FileNotFoundError(errno.ENOENT, "removed, or replaced, while it was written", path)
+
     def _write_segment(self, chunks: list[bytes]) -> None:
         if chunks:
             if sum(map(len, chunks)) < _SMALL * len(chunks):  # one copy costs less than a long list of pieces
@@ -266,7 +279,7 @@ class StoreWriter:
             self._sealed_handle, self._segment_handle = self._segment_handle, -1
         path = self._layout.segment(self.incarnation, self.rank, number)
         self._segment_handle = self._files.create(path)
-        self._open_segment, self._entries = number, []
+        self._open_segment, self._footer = number, FooterBuilder()
         self._segments[number] = SegmentInfo(name=os.path.basename(path), bytes=0)
         self._unsynced_folders.add(self._layout.segments)
 
@@ -278,8 +291,7 @@ class StoreWriter:
             self._files.close(handle)
 
     def _seal(self) -> None:
-        footer = msgspec.msgpack.encode(Footer(self._entries))
-        self._write_segment(list(self._frame(FOOTER, footer, 0, len(self._entries))))
+        self._write_segment(list(self._frame(FOOTER, self._footer.encode(), 0, self._footer.count)))
         info = self._segments[self._open_segment]
         self._segments[self._open_segment] = msgspec.structs.replace(info, sealed=True)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from pipeline.buffer.storages import SegmentKey
 from pipeline.checkpoint.collect import segment_key, segment_name
+from pipeline.checkpoint.generations import RETRY
 from pipeline.errors import WriteFailed
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
@@ -77,4 +78,4 @@ def sync_dead_lives(layout: Layout, files: FilesLike, since: int, before: int) -
         for folder in (layout.journals, layout.segments):
             files.sync_directory(folder)
     except OSError as error:
-        raise WriteFailed(f"{layout.directory}: could not be synced: {error}. A retry may work") from error
+        raise WriteFailed(f"{layout.directory}: could not be synced: {error}. {RETRY}") from error

@@ -56,6 +56,14 @@ class RunFolder:
         except OSError as error:
             raise StoreError(f"{layout.directory}: cannot be used as a run's directory: {error}") from error
 
+    def keep(self) -> None:
+        """Make sure that the folder is still this process's.
+
+        Raises:
+            Locked: another process has taken it.
+        """
+        self._lock.keep()
+
     def release(self) -> None:
         """Give the lock back."""
         self._lock.release()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.fold import ProducerFold, pending_batches
-from pipeline.checkpoint.generations import Stored, check_generation
+from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.lines import PRODUCER_FILE, Line, read_inherited
 from pipeline.checkpoint.manifest import CONSUMER_FILE as CONSUMER_FILE
 from pipeline.checkpoint.manifest import PROGRESS_FILE as PROGRESS_FILE
@@ -61,6 +62,8 @@ class Recovered(NamedTuple):
     """And after that: what sources that learn had been told."""
     parts: Sequence[PartSaved] = ()
     """And what attempts of a run that was forked had kept."""
+    unknown_half: Mapping[str, Any] = MappingProxyType({})
+    """Fields of the consumer half that this version does not know."""
 
 
 def recover_run(
@@ -75,7 +78,7 @@ def recover_run(
     attached: Sequence[str],
     torn: Callable[[str, int, int], None] | None = None,
 ) -> Recovered:
-    """Check a generation, fold the journals, and read the trainer's state, changing nothing. Blocks.
+    """Read a generation whose files were checked, and fold the journals, changing nothing. Blocks.
 
     ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``line`` says which
     events count. ``torn`` is told of each journal that ends in a torn record, as a crash leaves it.
@@ -84,17 +87,17 @@ def recover_run(
         Damaged: something that was promised to be there is missing or changed.
         UsageError: the seed, or what is attached, is not what the generation holds.
     """
-    trainer = [info.path for info in stored.manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
-    check_generation(stored, later=trainer)  # they are large, and compared as they are read, before anything is changed
     _check_attached(stored, attached)
-    half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
+    half, unknown_half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
     path = os.path.join(stored.folder, PROGRESS_FILE)
     with open_plain(path) as file:
         progress, unknown = decode_progress(file.read(), path)
     saved = Saved(layout, stored, plans, run_tag, seed, opened, line, half, progress, unknown)
     if REPLAY_BUFFER in stored.manifest.left_out:
-        return _recover_without_buffer(saved)
-    return _recover_from_journals(saved, torn)
+        recovered = _recover_without_buffer(saved)
+    else:
+        recovered = _recover_from_journals(saved, torn)
+    return recovered._replace(unknown_half=unknown_half)
 
 
 class Saved(NamedTuple):
@@ -288,15 +291,19 @@ def _check_seed(given: int, before: int) -> None:
         )
 
 
-def _read_consumer(path: str) -> ConsumerHalf:
+def _read_consumer(path: str) -> tuple[ConsumerHalf, dict[str, Any]]:
+    """Return the consumer half, and what of it a newer version has added."""
     try:
         with open_plain(path) as file:
-            half = msgspec.json.decode(file.read(), type=ConsumerHalf)
+            raw = file.read()
+        half = msgspec.json.decode(raw, type=ConsumerHalf)
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         if any(len(lease.uids) != len(lease.lives) for lease in half.leases):
             raise ValueError("a lease has not as many lives as groups")
         if any(first > last for first, last in half.trained):
             raise ValueError("what is trained begins after its end")
-        return half
+        known = set(ConsumerHalf.__struct_fields__)
+        return half, {name: msgspec.json.decode(fields[name]) for name in fields if name not in known}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged(f"{path}: the consumer half is damaged ({error})") from None
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.checkpoint.generations import Stored, choose, find_generations
+from pipeline.checkpoint.generations import Found as Generations
+from pipeline.checkpoint.generations import Stored, check_generation, choose, find_generations, with_offer
 from pipeline.checkpoint.lines import Line, find_line
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, StoreError, UsageError
@@ -22,7 +23,7 @@ from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.store.service import RunBlocking, WriterService
 from pipeline.wiring.forking import copy_payloads, forked, place_parts
-from pipeline.wiring.recovery import Recovered, recover_run
+from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER, Recovered, recover_run
 from pipeline.wiring.state import RunState
 from pipeline.wiring.tails import cut_off, let_go_since, unwritten_tails
 
@@ -104,6 +105,7 @@ def find_to_resume(
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory, external)
     _check_external(stored.manifest)
+    _check_files(stored, found)
     line = _line_of(state, origin, stored, found.complete[-1].manifest.reusable)
     opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
     if origin.forked:  # its base is this incarnation: what an earlier try left in the folder does not count
@@ -127,7 +129,9 @@ def find_to_resume(
 
     try:
         return recover(line)
-    except Damaged:
+    except Damaged as error:
+        if str(error).startswith(stored.folder):
+            raise with_offer(error, stored, found) from None
         # After a loss of power a journal may name payloads that the disk never got: it ends before them.
         tails = unwritten_tails(layout, origin.tag, line, stored.manifest.journals)
         if not tails:
@@ -146,6 +150,15 @@ def _line_of(state: RunState, origin: Origin, stored: Stored, reusable: Sequence
     # One that is kept for good does not keep what came after it: that is set aside, and run again.
     state.log.warning(events.RUN_SET_ASIDE, generation=manifest.generation, step=manifest.step)
     return find_line(layout, origin.tag, manifest, discard=True)
+
+
+def _check_files(stored: Stored, found: Generations) -> None:
+    """Compare a generation's files with its manifest; the trainer's are large, and compared as they are read."""
+    trainer = [info.path for info in stored.manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
+    try:
+        check_generation(stored, later=trainer)
+    except Damaged as error:
+        raise with_offer(error, stored, found) from None
 
 
 def _check_external(manifest: Manifest) -> None:
@@ -220,9 +233,10 @@ def adopt(state: RunState, found: Found) -> None:
         for member, place in members.items():
             state.buffer.storage.put(uid, member, None, place)
     restore_in_place(state.progress, recovered.progress)
-    state.unknown_progress = recovered.unknown
-    for field in recovered.unknown:
-        state.log.warning(events.PROGRESS_UNKNOWN_FIELD, field=field)
+    state.unknown_progress, state.unknown_half = recovered.unknown, recovered.unknown_half
+    for file, unknown in ((PROGRESS_FILE, recovered.unknown), (CONSUMER_FILE, recovered.unknown_half)):
+        for field in unknown:
+            state.log.warning(events.PROGRESS_UNKNOWN_FIELD, field=field, file=file)
     state.rebuild(recovered.ledger, recovered.sampler, recovered.pending)
     state.partials = recovered.partials  # with partial=False too: what a later recovery reads must be kept
     state.evaluations = recovered.evaluations

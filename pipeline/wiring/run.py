@@ -131,7 +131,7 @@ class Run:
             assert self._saver is not None
             self._saver.next_generation = folder.next_generation
             self._compactor = Compactor(self.state, folder.layout, folder.tag, self.in_thread)
-            self._saver.on_committed = self._committed
+            self._saver.on_committed, self._saver.keep_lock = self._committed, folder.keep
             if self._sharing is not None:
                 sharing = self._sharing
                 self._saver.retention.held = lambda: frozenset(sharing.held)

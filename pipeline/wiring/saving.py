@@ -15,7 +15,7 @@ import anyio
 import msgspec
 
 from pipeline.checkpoint.collect import SegmentKey
-from pipeline.checkpoint.generations import GenerationWriter, Stored
+from pipeline.checkpoint.generations import RETRY, GenerationWriter, Stored
 from pipeline.checkpoint.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
@@ -44,6 +44,8 @@ class Saving:
     def __init__(self, generation: int | None, step: int) -> None:
         self.generation, self.step = generation, step
         self.error: ForebayError | None = None
+        self.told = False
+        """Whether ``committed`` has raised the error: then no verb raises it again, and a retry is a retry."""
         self._done = anyio.Event()
 
     async def committed(self) -> None:
@@ -54,6 +56,7 @@ class Saving:
         """
         await self._done.wait()
         if self.error is not None:
+            self.told = True
             raise self.error
 
     def end(self, error: ForebayError | None = None) -> None:
@@ -99,7 +102,7 @@ class Capture:
                 self.writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
         except OSError as error:
             self.abandon()
-            raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. A retry may work") from error
+            raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. {RETRY}") from error
         except BaseException:
             self.abandon()
             raise
@@ -126,9 +129,11 @@ class Saver:
         self.busy = False
         """Whether a generation is being written."""
         self._free = Signal()
-        self._failed: ForebayError | None = None
+        self._failed: Saving | None = None
         self.retention = Retention(state, files, layout)
         self.committed = False
+        self.keep_lock: Callable[[], None] = lambda: None
+        """Raises unless the folder is still this process's; called before each save, in a thread."""
         self.on_committed: Callable[[Stored], None] = lambda stored: None
         """Told of each generation once it is committed."""
         """Whether this incarnation has committed a generation."""
@@ -142,9 +147,18 @@ class Saver:
         """Positions of the journals of earlier incarnations."""
 
     async def acquire(self) -> None:
-        """Wait until no generation is being written, and begin one. An error of the last one is kept."""
+        """Wait until no generation is being written, and begin one. An error of the last one is kept.
+
+        Raises:
+            Locked: another process has taken the folder.
+        """
         await self._free.wait_for(lambda: not self.busy)
         self.busy = True
+        try:
+            await self._in_thread(self.keep_lock)
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """End what :meth:`acquire` began."""
@@ -156,10 +170,10 @@ class Saver:
         await self._free.wait_for(lambda: not self.busy)
 
     def raise_failed(self) -> None:
-        """Raise the error of a generation that failed after its ``save`` had returned; once."""
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise error
+        """Raise the error of a generation that failed after its ``save`` had returned; once, and to one."""
+        failed, self._failed = self._failed, None
+        if failed is not None and failed.error is not None and not failed.told:
+            raise failed.error
 
     def begin(
         self,
@@ -200,7 +214,9 @@ class Saver:
             marks = {name: window_marks(each) for name, each in totals_anew(state.ledger).items()}
             half.leases, progress = [], rolled_back(progress, marks)
             capture.small[PRODUCER_FILE] = encode_inherited(inherit(state.ledger, state.sampler))
-        capture.small[CONSUMER_FILE] = msgspec.json.format(msgspec.json.encode(half)) + b"\n"
+        capture.small[CONSUMER_FILE] = (
+            msgspec.json.format(msgspec.json.encode({**state.unknown_half, **msgspec.to_builtins(half)})) + b"\n"
+        )
         capture.small[PROGRESS_FILE] = encode_progress(progress, state.unknown_progress)
         return capture
 
@@ -250,7 +266,8 @@ class Saver:
             with anyio.CancelScope(shield=True):
                 await self._in_thread(capture.abandon)
             # However it ended, nobody is left waiting for it.
-            cut = WriteFailed(f"generation {saving.generation} was cut off before it was committed: {error!r}")
+            why = state.writer.writer.error or repr(error)  # if that ended the run, the cancellation says nothing
+            cut = WriteFailed(f"generation {saving.generation} was cut off before it was committed: {why}")
             saving.end(error if isinstance(error, ForebayError) else cut)
             raise
 
@@ -258,8 +275,8 @@ class Saver:
         """:meth:`finish`, with the error kept for whoever waits for the saving, and for the next verb."""
         try:
             await self.finish(capture)
-        except ForebayError as error:
-            self._failed = error
+        except ForebayError:
+            self._failed = capture.saving
 
     def _commit(
         self, capture: Capture, journals: Sequence[JournalPosition], segments: Sequence[SegmentInfo] | None
@@ -270,7 +287,7 @@ class Saver:
                 writer.add(path, content)
             writer.adopt()
         except OSError as error:
-            raise WriteFailed(f"{writer.folder}: could not be written: {error}. A retry may work") from error
+            raise WriteFailed(f"{writer.folder}: could not be written: {error}. {RETRY}") from error
         manifest = msgspec.structs.replace(
             capture.manifest,
             journals=list(journals),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from pipeline.buffer import GroupBuffer, MixedBuffer
@@ -43,6 +44,9 @@ from pipeline.wiring.rerolling import too_old_members
 
 class RunState:
     """Everything that is known of a run, in memory."""
+
+    unknown_half: Mapping[str, object] = MappingProxyType({})
+    """Fields of the saved consumer half that this version does not know: they are saved again."""
 
     def __init__(self, tasks: Sequence[Task], options: PipelineOptions) -> None:
         self.options = options

@@ -13,7 +13,7 @@ from pipeline.errors import Damaged
 from pipeline.records import Dropped, Finished, Location
 from pipeline.store.frames import FOOTER, HEADER_BYTES, PAYLOAD, frame_bytes, scan
 from pipeline.store.layout import Layout, RunFile
-from pipeline.store.segments import Footer, PayloadReader, SegmentEntry
+from pipeline.store.segments import Footer, FooterBuilder, PayloadReader, SegmentEntry
 from pipeline.store.writer import StoreWriter
 from tests.support.disk import ScriptedFiles, events_of, flush, new_run, new_writer
 
@@ -73,6 +73,16 @@ def test_a_segment_is_sealed_with_a_footer_once_it_is_longer_than_its_size(run: 
         assert footer.entries == expected
         if info.sealed:
             assert os.path.getsize(path) == info.bytes
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 255, 256, 65535, 65536])
+def test_a_footer_is_what_messagepack_makes_of_its_entries(count: int) -> None:
+    entries = [SegmentEntry(2**40 + number, number % 7, 0, number << 9, 300) for number in range(count)]
+    built = FooterBuilder()
+    for entry in entries:
+        built.add(entry)
+    assert built.encode() == msgspec.msgpack.encode(Footer(entries))
+    assert built.count == count
 
 
 def test_a_payload_larger_than_a_segment_has_one_of_its_own(run: tuple[Layout, RunFile]) -> None:

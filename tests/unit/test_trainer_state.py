@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pipeline.checkpoint.trainer_state import TREE_KEY, CapturedState, read_state
+from pipeline.checkpoint.trainer_state import TREE_KEY, CapturedState, available_memory, read_state
 from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.store.files import OsFiles
 from tests.support.disk import ScriptedFiles, no_space
@@ -320,3 +321,41 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path) -> None:
         if len(failing.calls) < call + 2:
             break
     assert issubclass(StoreError, OSError)
+
+
+@pytest.mark.parametrize("available", [0, 1 << 40])
+def test_a_state_that_memory_may_not_hold_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    """It is equal, it is the caller's to change, and the file stays as it is and may go."""
+    monkeypatch.setattr("pipeline.checkpoint.trainer_state.available_memory", lambda: available)
+    path = str(tmp_path / "state.safetensors")
+    state: dict[str, Any] = {
+        "w": torch.arange(5000, dtype=torch.float64),
+        "n": np.arange(7),
+        "empty": torch.empty(0),
+        "x": 0.5,
+    }
+    size, checksum = CapturedState("m", state).write(OsFiles(), path)
+    before = Path(path).read_bytes()
+    found = read_state(path, size=size, checksum=checksum)
+    found["w"] += 1
+    assert Path(path).read_bytes() == before
+    os.unlink(path)
+    assert torch.equal(found["w"], state["w"] + 1)
+    assert (found["n"].tolist(), found["x"], tuple(found["empty"].shape)) == (list(range(7)), 0.5, (0,))
+
+
+def test_a_mapped_state_is_checked_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.checkpoint.trainer_state.available_memory", lambda: 0)
+    path = str(tmp_path / "state.safetensors")
+    size, checksum = CapturedState("m", {"w": torch.arange(5000)}).write(OsFiles(), path)
+    content = bytearray(Path(path).read_bytes())
+    content[-100] ^= 1
+    Path(path).write_bytes(content)
+    with pytest.raises(Damaged, match="was changed"):
+        read_state(path, size=size, checksum=checksum)
+
+
+def test_the_memory_that_can_be_had_is_known() -> None:
+    assert 1 << 20 < available_memory() <= sys.maxsize

@@ -1,0 +1,66 @@
+"""What a run takes of memory: what is held, what a save and a resume take on top, and that nothing grows with time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.memory import SIZE
+
+SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
+STEPS, ROLLOUTS = (1000, 100_000) if SOAK else (400, 30_000)
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="resident memory is told by /proc"),
+]
+
+
+def measure(what: str, directory: str, count: int = 0) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.memory", what, directory, str(count)],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(("what", "buffered"), [("buffer", SIZE // 4), ("trainer", 1)])
+def test_a_save_copies_nothing_and_a_resume_holds_things_once(run_directory: str, what: str, buffered: int) -> None:
+    """256 MiB of rollouts, or of weights."""
+    found = measure(what, run_directory)
+    assert found["buffered"] == buffered
+    assert found["save"] <= 64 + 16
+    assert found["load"] <= 1.1 * SIZE
+
+
+def test_a_fast_producer_is_bounded_and_many_steps_take_no_more_than_some(run_directory: str) -> None:
+    """A thousand steps under ``make soak``."""
+    found = measure("steps", run_directory, STEPS)
+    assert (found["held"], found["in flight"]) == (16, 4)
+    assert found["tasks"] <= 4 + 6
+    assert found["segments"] <= 4 << 20
+    resident, generations = found["resident"], found["generations"]
+    assert len(resident) == STEPS // 50
+    assert max(resident[len(resident) // 2 :]) <= 1.01 * max(resident[:4])
+    assert max(generations) <= min(generations) + 200, "but for the digits of some counts, and a segment that is listed"
+
+
+def test_trivial_rollouts_leave_nothing_behind(run_directory: str) -> None:
+    """A hundred thousand under ``make soak``."""
+    found = measure("rollouts", run_directory, ROLLOUTS)
+    assert found["trained"] == ROLLOUTS // 32 * 32
+    assert found["tasks"] <= 8 + 6
+    assert found["growth"] < 10 * ROLLOUTS, "bytes: a megabyte for a hundred thousand"

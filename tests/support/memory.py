@@ -1,0 +1,155 @@
+"""What a run takes of memory, measured in a process of its own.
+
+``python -m tests.support.memory WHAT DIRECTORY COUNT``
+
+Prints one JSON object. Sizes are MiB of resident memory; they count pages of files that are mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from pipeline import Context, Item, Pipeline, Rollout
+from pipeline.store.files import OsFiles
+from pipeline.testing import VirtualClockLoop
+from tests.support.crashes import Trained, begin, inline_pipeline
+from tests.support.runs import pipeline, task
+
+SIZE = 256  # MiB
+
+
+def resident(field: str = "VmRSS") -> float:
+    """This process's memory now (``VmHWM``: at its highest), in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
+
+
+@contextmanager
+def growth(into: dict[str, float], name: str) -> Iterator[None]:
+    """Note how much more than at its beginning the body had at its highest."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    before = resident()
+    yield
+    into[name] = resident("VmHWM") - before
+
+
+class Weights:
+    def __init__(self, mib: int) -> None:
+        self.weight = torch.ones(mib << 18)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight.copy_(state["weight"])
+
+
+async def large(item: Item, ctx: Context) -> Rollout:
+    return Rollout({"x": torch.full((1 << 20,), float(item["n"]))}, reward=0.0)  # 4 MiB
+
+
+async def of_a_save(directory: str, mib_of_weights: int, groups: int) -> dict[str, float]:
+    """The growth at the highest while a generation is made, and while it is loaded."""
+    found: dict[str, float] = {}
+
+    def make() -> Pipeline:
+        return pipeline(task(groups, large), directory=directory, capacity=groups, concurrency=2)
+
+    async def live() -> None:
+        async with make() as pipe:
+            await begin(pipe, weights=Weights(mib_of_weights))
+            (await pipe.get_batch(groups)).release()
+            await pipe._run.outside.written()
+            with growth(found, "save"):
+                await (await pipe.save(0)).committed()
+
+    async def load() -> None:
+        async with make() as pipe:
+            pipe.attach(weights=Weights(mib_of_weights))
+            with growth(found, "load"):
+                found["buffered"] = (await pipe.resume()).buffered
+
+    await live()
+    await load()
+    return found
+
+
+async def of_a_long_run(directory: str, steps: int, payload: int) -> dict[str, Any]:
+    """Rollouts come ten times faster than they are trained: what is held, what is resident, and what a save takes."""
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        await anyio.sleep(0.01)
+        return Rollout({"x": torch.zeros(payload, dtype=torch.uint8)}, reward=0.0)
+
+    kept: dict[str, Any] = {"held": 0, "in flight": 0, "generations": [], "resident": [], "tasks": 0}
+    options: dict[str, Any] = {"capacity": 16, "concurrency": 4, "keep": 1, "segment_bytes": 1 << 20}
+    source = task(800, run, epochs=None)
+    async with inline_pipeline(source, directory=directory, files=OsFiles(), **options) as pipe:
+        await begin(pipe, trained=Trained())
+        async for batch in pipe.batches(groups=8, until=steps):
+            for _ in range(2):
+                counts = pipe.statistics()
+                kept["held"] = max(kept["held"], counts.groups.claimed - counts.groups.trained)
+                kept["in flight"] = max(kept["in flight"], counts.rollouts.in_flight)
+                kept["tasks"] = max(kept["tasks"], len(asyncio.all_tasks()))
+                await anyio.sleep(0.2)
+            if batch.step % 50 == 0:
+                saving = await pipe.save(batch.step)
+                await saving.committed()
+                folder = Path(directory, "generations", f"{saving.generation:08d}")
+                kept["generations"].append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+                kept["segments"] = sum(each.stat().st_size for each in Path(directory, "segments").iterdir())
+                gc.collect()
+                kept["resident"].append(resident())
+    return kept
+
+
+async def of_trivial_tasks(directory: str, count: int) -> dict[str, Any]:
+    """Tasks of the event loop, and what Python has allocated after a tenth of the rollouts and after all."""
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        return Rollout(reward=0.0)
+
+    most, sizes = 0, list[int]()
+    options: dict[str, Any] = {"concurrency": 8, "capacity": 64, "segment_bytes": 4 << 20}
+    source = task(1000, run, epochs=None)
+    async with inline_pipeline(source, directory=directory, files=OsFiles(), **options) as pipe:
+        await pipe.start()
+        steps = count // 32
+        async for batch in pipe.batches(groups=32, until=steps):
+            most = max(most, len(asyncio.all_tasks()))
+            if batch.step in (steps // 10, steps):
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    return {"tasks": most, "growth": sizes[1] - sizes[0], "trained": pipe.ledger.totals["numbers"].trained}
+
+
+def main(what: str, directory: str, count: int) -> dict[str, Any]:
+    if what == "buffer":
+        return anyio.run(of_a_save, directory, 1, SIZE // 4)
+    if what == "trainer":
+        return anyio.run(of_a_save, directory, SIZE, 1)
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        if what == "steps":
+            return runner.run(of_a_long_run(directory, count, 8000))
+        tracemalloc.start()
+        return runner.run(of_trivial_tasks(directory, count))
+
+
+if __name__ == "__main__":
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the log goes there
+    found = main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    os.write(1, json.dumps(found).encode())
