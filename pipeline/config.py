@@ -263,7 +263,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     seed: int = 0
     """Decides the order of items and every random stream of the run."""
     keep: int | None = 3
-    """Generations kept, counted by distinct steps. None: all."""
+    """Generations kept, counted by distinct steps. None, or -1: all."""
     keep_every: int | None = None
     """Beside those, the newest generation of every step that this divides stays for good."""
     keep_within_s: float | None = None
@@ -306,6 +306,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "oversample", float(self.oversample))
         if self.directory is not None and (self.directory == "" or "\0" in self.directory):
             raise ConfigError.of("directory", self.directory, "a folder's name is needed, or None for memory alone")
+        if self.keep == -1:  # as others write it
+            msgspec.structs.force_setattr(self, "keep", None)
         for option in ("concurrency", "write_queue_bytes", "segment_bytes"):
             self._at_least(option, 1)
         for option in ("max_deaths", "max_rerolls", "rank"):

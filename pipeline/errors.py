@@ -9,6 +9,7 @@
     ├── RunnerError          (RuntimeError)  what the user's rollout function did
     │   ├── RolloutFailed                    it raised, and its policy says to stop
     │   ├── RolloutInvalid   (TypeError)     it returned what is no rollout
+    │   │   └── RolloutTooDeep               its info is nested too deep: the attempt failed, the run goes on
     │   └── GroupsRejected                   its filter, or what the filter rejects without end
     ├── EndOfSource          (EOFError)      a finite source has nothing left
     ├── Starved              (RuntimeError)  waiting cannot help: nothing can be produced
@@ -69,6 +70,10 @@ class RolloutFailed(RunnerError):
 
 class RolloutInvalid(RunnerError, TypeError):
     """A runner returned what is no rollout; the message names the task, the item and the field."""
+
+
+class RolloutTooDeep(RolloutInvalid):
+    """A rollout's ``info`` is nested too deep to be stored: the data's fault, so the attempt counts as failed."""
 
 
 class GroupsRejected(RunnerError):

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.errors import Damaged, RolloutInvalid
+from pipeline.errors import Damaged, RolloutInvalid, RolloutTooDeep
 from pipeline.records import Item, Rollout, Trace
-from pipeline.store.plain import PlainValueError, from_plain, to_plain
+from pipeline.store.plain import PlainValueError, TooDeepError, from_plain, to_plain
 
 ITEM_KEY = "__item__"
 _ALIGN = 64
@@ -217,9 +217,13 @@ def _encode(header: PayloadHeader, item: Item) -> bytes:
         if header.info:
             header.info = to_plain(header.info)
         return _encode_header(header)
+    except TooDeepError as error:
+        raise RolloutTooDeep(f"{item}: field info: {error}") from None
+    except RecursionError as error:
+        raise RolloutTooDeep(f"{item}: cannot be encoded: {error}") from None
     except PlainValueError as error:
         raise RolloutInvalid(f"{item}: field info: {error}") from None
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, OverflowError) as error:
         raise RolloutInvalid(f"{item}: cannot be encoded: {error}") from None
 
 

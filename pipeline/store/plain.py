@@ -21,6 +21,10 @@ class PlainValueError(TypeError):
     """A value that cannot be stored; the message says where it stands."""
 
 
+class TooDeepError(PlainValueError):
+    """A value is nested too deep."""
+
+
 def to_plain(value: Any, *, leaf: Callable[[Any, str], Any] | None = None) -> Any:
     """Return ``value`` in terms that MessagePack keeps.
 
@@ -45,7 +49,7 @@ def _to(value: Any, path: str, depth: int, leaf: Callable[[Any, str], Any] | Non
     if kind is str:
         return _text(value)
     if depth >= _DEEPEST:
-        raise PlainValueError(f"nested deeper than {_DEEPEST} levels at {path[:60]}...")
+        raise TooDeepError(f"nested deeper than {_DEEPEST} levels at {path[:60]}...")
     if isinstance(value, Mapping):
         return _mapping(value, path, depth, leaf)
     if kind is list:

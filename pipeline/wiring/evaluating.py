@@ -20,6 +20,7 @@ from pipeline.errors import (
     ForebayError,
     RolloutFailed,
     RolloutInvalid,
+    RolloutTooDeep,
     SourceError,
     Starved,
     UsageError,
@@ -157,6 +158,9 @@ class Evaluator:
             oldest = job.version if rollout.oldest is None else rollout.oldest
             newest = max(oldest, state.version) if rollout.newest is None else rollout.newest
             blob = pack(rollout, job.item, member=job.member, attempt=job.attempt, life=0, versions=(oldest, newest))
+        except RolloutTooDeep as error:
+            self.failed(job, error, "too deep")
+            return
         except RolloutInvalid as error:
             self._ended(job)
             examination.fail(error)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from pipeline.buffer.masks import judge
-from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, SourceError
+from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, RolloutTooDeep, SourceError
 from pipeline.ledger import PARKED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
 from pipeline.records import Aged, Claimed, Failed, Finished, Interrupted, Item, Parked, Rollout, Started
@@ -221,6 +221,9 @@ class Producer:
             blob = pack(
                 rollout, job.item, member=job.member, attempt=job.attempt, life=job.life, versions=(oldest, newest)
             )
+        except RolloutTooDeep as error:
+            self.failed(job, error, "too deep")
+            return True
         except RolloutInvalid as error:
             state.log.error(
                 events.ROLLOUT_INVALID, uid=job.item.uid, task=job.task.name, member=job.member, error=str(error)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from pipeline import Batch, ConfigError, Context, Damaged, Item, NewerFormat, Pipeline, Retry, Rollout
+from pipeline import Batch, ConfigError, Context, Damaged, Item, NewerFormat, Pipeline, Retry, Rollout, Task
 from pipeline.checkpoint import verify
 from tests.faults.test_triggers import manifests
 from tests.support.crashes import Trained, begin, crashed_copy, finish, inline_pipeline, lasting, train
 from tests.support.opening import find, reseal, told
-from tests.support.runs import task
+from tests.support.runs import numbers, task
 from tests.unit.test_trainer_state import same
 
 pytestmark = pytest.mark.virtual_time
@@ -219,12 +219,14 @@ class TestWhichGeneration:
             with pytest.raises(Damaged, match=r"expected\.|lists it \(\d+ bytes\)\.$"):
                 await pipe.resume()
 
-    @pytest.mark.parametrize(("keep", "kept"), [(2, [20, 30]), (1, [30]), (None, [0, 10, 20, 30])])
+    @pytest.mark.parametrize(
+        ("keep", "kept"), [(2, [20, 30]), (1, [30]), (None, [0, 10, 20, 30]), (-1, [0, 10, 20, 30])]
+    )
     async def test_so_many_are_kept(self, run_directory: str, keep: int | None, kept: list[int]) -> None:
         await saved(run_directory, 3, keep=keep)
         assert sorted(manifest.step for manifest in manifests(run_directory)) == kept
 
-    @pytest.mark.parametrize("keep", [0, -1])
+    @pytest.mark.parametrize("keep", [0, -2])
     async def test_no_number_means_that_none_is_kept(self, run_directory: str, keep: int) -> None:
         with pytest.raises(ConfigError, match=f"keep={keep}"):
             inline_pipeline(directory=run_directory, keep=keep)
@@ -291,3 +293,31 @@ class TestOtherVersions:
             assert (await begin(pipe, trained=trained)).step == 10
             assert pipe.progress.replay_buffer_saved
             assert (await finish(pipe, trained, 1)).items == list(range(10))
+
+
+@pytest.mark.virtual_time
+async def test_info_without_end_costs_its_item_and_not_the_run(run_directory: str) -> None:
+    """CASES 120: a simulator's info that is nested 5000 deep is a failed attempt, counted and named."""
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        await anyio.sleep(1)
+        info: dict[str, Any] = {}
+        if item["n"] == 3:
+            for _ in range(5000):
+                info = {"x": info}
+        return Rollout({"n": [item["n"]]}, reward=1.0, info=info)
+
+    given = Task("numbers", source=numbers(12), run=run, shuffle=False, on_failure=Retry(attempts=2))
+    trained = Trained()
+    with capture_logs() as logs:
+        async with inline_pipeline(given, directory=run_directory) as pipe:
+            await begin(pipe, trained=trained)
+            await finish(pipe, trained, 4)
+            assert pipe.ledger.totals["numbers"].dropped == {"failed": 1}
+    assert trained.items == [n for n in range(12) if n != 3]
+    failed = [line for line in logs if line["event"] == "rollout.failed"]
+    assert [(line["uid"], line["reason"], line["final"]) for line in failed] == [
+        (3, "too deep", False),
+        (3, "too deep", True),
+    ]
+    assert "nested deeper than 200 levels" in failed[0]["error"]

@@ -29,7 +29,7 @@ PIPELINE: dict[str, list[Any]] = {
     "max_rerolls": [*NO_COUNT[1:], None],
     "max_deaths": [*NO_COUNT[1:], None],
     "seed": [2**63, -(2**63) - 1, 1.5, math.nan, "0", None, True],
-    "keep": NO_COUNT,
+    "keep": [each for each in NO_COUNT if each != -1],  # -1 keeps all
     "keep_every": NO_COUNT,
     "watchdog": [0, *NO_NUMBER],
     "rank": [*NO_COUNT[1:], None],
