@@ -35,6 +35,7 @@ class RunLock:
         self._path = path
         self._handle = -1
         self._key: tuple[int, int] | None = None
+        self._described: Holder | None = None
 
     def acquire(self) -> None:
         """Take the lock now.
@@ -75,14 +76,25 @@ class RunLock:
         the folder, made by the trainer) frees it without a word. Does nothing when it was not held.
 
         Raises:
-            Locked: another process has taken it meanwhile.
+            Locked: another process has taken it meanwhile, though it may have ended since: what this one knows of the
+                folder is old, and it must not write there any more.
         """
-        if self._key is not None:
-            self._take(self._handle)
+        if self._key is None:
+            return
+        self._take(self._handle)
+        holder = _read_holder(self._handle)
+        if self._described is not None and holder != self._described:
+            raise Locked(
+                f"{self._path}: process {holder.process} on host {holder.host or 'unknown'} has written in this folder "
+                f"meanwhile, as incarnation {holder.incarnation}. This run is behind it: end it, and resume."
+            )
+        if not _same_file(self._path, self._key):
+            raise Locked(f"{self._path}: was removed or replaced while it was held. End this run, and resume it.")
 
     def describe(self, incarnation: int) -> None:
         """Write into the file who holds it."""
         holder = Holder(host=socket.gethostname(), boot=_boot_id(), process=os.getpid(), incarnation=incarnation)
+        self._described = holder
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, msgspec.json.encode(holder) + b"\n", 0)
 
@@ -97,6 +109,14 @@ class RunLock:
         _held.pop(self._key, None)
         self._key = None
         os.close(self._handle)
+
+
+def _same_file(path: str, key: tuple[int, int]) -> bool:
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return (status.st_dev, status.st_ino) == key
 
 
 def _read_holder(handle: int) -> Holder:

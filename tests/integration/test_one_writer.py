@@ -112,3 +112,26 @@ def test_a_lock_that_was_lost_is_taken_back_by_a_save_or_the_save_is_refused(run
                 pipe.save(pipe.get_batch(2).step).committed()
     with pipeline(task(40), directory=run_directory).sync() as pipe:
         assert pipe.resume().step == 2
+
+
+def test_a_holder_that_was_overtaken_commits_nothing_though_the_folder_is_free_again(run_directory: str) -> None:
+    """Paused, its lock lost, and another life came and went: it wakes, and must not write over what that one did."""
+    with pipeline(task(40), directory=run_directory).sync() as pipe:
+        pipe.start()
+        pipe.save(pipe.get_batch(2).step).committed()
+        shutil.copytree(run_directory, run_directory + "-copy")  # frees the lock
+        with child(locked.train, run_directory) as other:
+            assert other.hear() == "saved"
+            other.pipe.send("end")
+        with pytest.raises(Locked, match="has written in this folder meanwhile, as incarnation 2"):
+            pipe.save(pipe.get_batch(2).step).committed()
+    with pipeline(task(40), directory=run_directory).sync() as again:
+        assert again.resume().step == 2
+
+
+def test_a_lock_file_that_was_replaced_holds_nobody_off(run_directory: str) -> None:
+    with pipeline(task(40), directory=run_directory).sync() as pipe:
+        pipe.start()
+        os.unlink(os.path.join(run_directory, "lock"))
+        with pytest.raises(Locked, match="was removed or replaced"):
+            pipe.save(pipe.get_batch(2).step)
