@@ -14,7 +14,7 @@ import sys
 
 import msgspec
 
-from pipeline.errors import Locked, StoreError
+from pipeline.errors import Locked, StoreError, WriteFailed
 
 _held: dict[tuple[int, int], int] = {}  # (device, inode) of the lock file -> process that holds it
 
@@ -78,6 +78,7 @@ class RunLock:
         Raises:
             Locked: another process has taken it meanwhile, though it may have ended since: what this one knows of the
                 folder is old, and it must not write there any more.
+            WriteFailed: the file was removed, or replaced: it holds nobody off.
         """
         if self._key is None:
             return
@@ -89,7 +90,10 @@ class RunLock:
                 f"meanwhile, as incarnation {holder.incarnation}. This run is behind it: end it, and resume."
             )
         if not _same_file(self._path, self._key):
-            raise Locked(f"{self._path}: was removed or replaced while it was held. End this run, and resume it.")
+            raise WriteFailed(
+                f"{self._path}: was removed, or replaced, while it was held: another process may write here by "
+                "now. End this run; if the folder is there, resume it."
+            )
 
     def describe(self, incarnation: int) -> None:
         """Write into the file who holds it."""

@@ -119,7 +119,7 @@ def test_a_folder_that_is_removed_while_it_is_written_is_told_and_no_save_counts
         pipe.save(1).committed()
         weights.train(pipe.get_batch(GROUPS))
         shutil.rmtree(os.path.join(run_directory, part))
-        with pytest.raises(WriteFailed, match=r"could not sync .*removed, or replaced"):
+        with pytest.raises(WriteFailed, match="removed, or replaced"):
             pipe.save(2).committed()
         assert weights.whole()
         assert not Path(run_directory, "generations", "00000002").exists()

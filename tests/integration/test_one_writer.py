@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import Locked
+from pipeline import Locked, WriteFailed
 from tests.support import locked
 from tests.support.children import ChildProcess, child
 from tests.support.runs import pipeline, task
@@ -133,5 +133,5 @@ def test_a_lock_file_that_was_replaced_holds_nobody_off(run_directory: str) -> N
     with pipeline(task(40), directory=run_directory).sync() as pipe:
         pipe.start()
         os.unlink(os.path.join(run_directory, "lock"))
-        with pytest.raises(Locked, match="was removed or replaced"):
+        with pytest.raises(WriteFailed, match="was removed, or replaced"):
             pipe.save(pipe.get_batch(2).step)
