@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-import anyio.abc
-
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.checkpoint.triggers import CheckpointRequest, exit_by_code
 from pipeline.errors import Stopped, StoreError, UsageError
@@ -105,11 +103,10 @@ class Checkpointing:
             raise StoreError(f"external={os.fspath(path)!r}: there is nothing; write it before save()")
         return os.fspath(path)
 
-    def commit_later(self, capture: Capture, group: anyio.abc.TaskGroup) -> Saving:
-        """Leave the rest of a save to a task beside the trainer."""
+    async def finish_later(self, capture: Capture) -> None:
+        """Do the rest of a save, beside the trainer; an error is kept for the next verb."""
         assert self._saver is not None
-        group.start_soon(self._saver.finish_later, capture, name="forebay commit")
-        return capture.saving
+        await self._saver.finish_later(capture)
 
     async def commit(self, capture: Capture) -> Saving:
         """Do the rest of a save now."""

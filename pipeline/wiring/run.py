@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
 
@@ -178,17 +178,17 @@ class Run:
 
     def _committed(self, stored: Stored) -> None:
         """What follows a commit, beside everything else: others are told, and a sparse segment is emptied."""
-        if self._sharing is not None and self._sharing.add(stored) and self._group is not None:
-            self._group.start_soon(self._sharing.run, name="forebay on_commit")
+        if self._sharing is not None and self._sharing.add(stored):
+            self._spawn(self._sharing.run, "forebay on_commit")
         if self.producer.disk is not None and self._group is not None and not self.state.ended:
             self.producer.disk.looking = True
-            self._group.start_soon(self._look_at_disk, name="forebay disk")
+            self._spawn(self._look_at_disk, "forebay disk")
         compactor = self._compactor
         if compactor is None or compactor.busy or self._group is None or not self.state.writing or self.state.ended:
             return
         key = compactor.sparsest(stored.manifest)
         if key is not None:
-            self._group.start_soon(compactor.empty, key, name="forebay compaction")
+            self._spawn(compactor.empty, "forebay compaction", key)
 
     async def _look_at_disk(self) -> None:
         assert self.producer.disk is not None
@@ -453,9 +453,29 @@ class Run:
             self.ack(batch.step)
 
     def commit_later(self, capture: Capture) -> Saving:
-        """Leave the rest of a save to a task beside the trainer."""
-        assert self._group is not None
-        return self.saves.commit_later(capture, self._group)
+        """Leave the rest of a save to a task beside the trainer.
+
+        Raises:
+            ForebayError: the run ended while the trainer's files were being written; there is no such generation.
+        """
+        if self._spawn(self.saves.finish_later, "forebay commit", capture):
+            return capture.saving
+        capture.abandon()
+        self.saves.fail(capture)
+        self.consumer.raise_failure()
+        if self.state.writer is not None and self.state.writer.writer.error is not None:  # about to be the failure
+            raise self.state.writer.writer.error
+        raise ClosedError("the pipeline was closed while it saved; make a new one to go on")
+
+    def _spawn(self, function: Callable[..., Coroutine[Any, Any, Any]], name: str, *args: Any) -> bool:
+        """Start a task beside everything else. Returns False if the run has ended, and takes no more."""
+        if self._group is None:
+            return False
+        try:
+            self._group.start_soon(function, *args, name=name)
+        except RuntimeError:  # anyio's word for a task group that is over
+            return False
+        return True
 
     @property
     def pool(self) -> Pool | None:

@@ -29,6 +29,29 @@ async def fixture_pipe(tmp_path: Path) -> AsyncIterator[Pipeline]:
         yield pipe
 
 
+@virtual
+async def test_a_save_that_the_end_of_the_run_overtakes_is_told_so(run_directory: str) -> None:
+    """The run ends while the trainer's files are written: there is nobody left to commit them."""
+    pipe = inline_pipeline(task(12), directory=run_directory)
+    async with pipe:
+        await begin(pipe)
+        batch = await pipe.get_batch(4)
+        run = pipe._run
+        assert await run.saves.acquire()
+        capture = run.saves.begin(batch.step, "save", run.saves.capture_states())
+        run.saves.write_trainer(capture)
+        assert run._group is not None
+        run._group.cancel_scope.cancel()
+        while not run.consumer.closed:
+            await turn()
+        with pytest.raises(ClosedError):
+            run.commit_later(capture)
+    assert [path.name for path in Path(run_directory, "generations").iterdir()] == ["00000000"]
+    async with inline_pipeline(task(12), directory=run_directory) as again:
+        await begin(again)
+        assert (await finish(again, Trained(), 4)).items == list(range(12))
+
+
 class TestClosing:
     @pytest.mark.parametrize("round_", range(2))
     async def test_a_pipeline_can_live_in_an_async_fixture(self, fixture_pipe: Pipeline, round_: int) -> None:
