@@ -97,7 +97,7 @@ class Pipeline(OutsideVerbs):
     # -- opening and closing -----------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._run.triggers.take_signals(unless=self._run.inline)
+        self._run.triggers.take_signals()
         try:
             await self._run.open()
         except BaseException:
@@ -176,7 +176,7 @@ class Pipeline(OutsideVerbs):
             return Resumed()
         self._run.check_sources(found, restart)
         for name, each in self._run.attached.items():
-            each.load_state_dict(found.recovered.states[name])
+            each.load_state_dict(found.states[name])
         resumed = await self._run.take_over(found, restart)
         await self._honour()
         return resumed

@@ -469,3 +469,8 @@ class Location(msgspec.Struct, frozen=True, gc=False):
     segment: int
     offset: int
     length: int
+
+    @property
+    def segment_key(self) -> tuple[int, int, int]:
+        """What names the segment."""
+        return self.incarnation, self.rank, self.segment

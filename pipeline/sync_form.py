@@ -62,7 +62,7 @@ class SyncPipeline:
         self._portal: BlockingPortal | None = None
 
     def __enter__(self) -> Self:
-        self._run.triggers.take_signals(unless=self._run.inline)
+        self._run.triggers.take_signals()
         try:
             self._portal_context = start_blocking_portal("asyncio", name="forebay loop")
             self._portal = self._portal_context.__enter__()
@@ -147,7 +147,7 @@ class SyncPipeline:
             return Resumed()
         self._do(self._run.check_sources, found, restart)
         for name, each in self._run.attached.items():
-            each.load_state_dict(found.recovered.states[name])
+            each.load_state_dict(found.states[name])
         resumed = self._call(self._run.take_over, found, restart)
         self._honour()
         return resumed

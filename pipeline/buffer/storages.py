@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from pipeline.records import Location
-
-SegmentKey: TypeAlias = tuple[int, int, int]
-"""Incarnation, rank and number: what names a segment."""
+from pipeline.store.layout import SegmentKey
 
 
 class RolloutStorage:
@@ -40,7 +38,7 @@ class RolloutStorage:
         if blob is not None:
             self.memory_bytes += len(blob)
         if location is not None:
-            key = (location.incarnation, location.rank, location.segment)
+            key = location.segment_key
             self.live[key] = self.live.get(key, 0) + location.length
 
     def _left(self, blob: bytes | None, location: Location | None) -> None:
@@ -48,7 +46,7 @@ class RolloutStorage:
         if blob is not None:
             self.memory_bytes -= len(blob)
         if location is not None:
-            key = (location.incarnation, location.rank, location.segment)
+            key = location.segment_key
             left = self.live[key] - location.length
             if left:
                 self.live[key] = left

@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.store.files import FilesLike
-from pipeline.store.layout import Layout
-
-SegmentKey: TypeAlias = tuple[int, int, int]
-"""Incarnation, rank and number: what names a segment."""
+from pipeline.store.layout import Layout, SegmentKey, segment_key
 
 
 class Needs:
     """What some generations need of the segments, together."""
 
     def __init__(self) -> None:
-        self._live: set[str] = set()
+        self._live: set[SegmentKey] = set()
         self._open: dict[tuple[int, int], int] = {}  # by incarnation and rank: the least number that had not ended
         self._owners: set[int] = set()
         self._oldest = sys.maxsize  # of incarnations: segments of later ones are needed, whatever lies in them
@@ -40,7 +37,7 @@ class Needs:
         if not any(begun.values()):  # it is of before live bytes were listed, and says nothing of what it needs
             self._all_from = min(self._all_from, manifest.base)
             return
-        self._live.update(info.name for info in manifest.segments if info.live != 0)
+        self._live.update(segment_key(info.name) for info in manifest.segments if info.live != 0)
         if not reusable:
             return
         self._owners.add(own)
@@ -55,7 +52,7 @@ class Needs:
             return True
         if incarnation in self._owners and number >= self._open.get((incarnation, rank), 0):
             return True
-        return segment_name(key) in self._live
+        return key in self._live
 
 
 class Collected(NamedTuple):
@@ -92,14 +89,3 @@ def collect(
 def archived(number: int, share: float) -> bool:
     """Whether the segment of this number, from 1, is among the ``share`` (0 to 1) of them that stay."""
     return int(number * share) > int((number - 1) * share)
-
-
-def segment_name(key: SegmentKey) -> str:
-    """Return the name of a segment's file."""
-    return "{:06d}-{:04d}-{:06d}.fbs".format(*key)
-
-
-def segment_key(name: str) -> SegmentKey:
-    """Return what the name of a segment's file says."""
-    incarnation, rank, number = map(int, os.path.splitext(name)[0].split("-"))
-    return incarnation, rank, number

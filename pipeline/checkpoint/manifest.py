@@ -13,6 +13,7 @@ import msgspec
 from pipeline.errors import Damaged, NewerFormat
 from pipeline.store.frames import crc32c
 from pipeline.store.journal import JournalPosition
+from pipeline.store.layout import segment_key
 from pipeline.store.segments import SegmentInfo
 
 MANIFEST_VERSION = 1
@@ -104,4 +105,9 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
         parts = info.path.split("/")
         if os.path.isabs(info.path) or {"", ".", ".."} & set(parts) or "\0" in info.path:
             raise Damaged(f"{where}: names the file {info.path!r}, which is not inside the generation's folder")
+    for segment in manifest.segments:
+        try:
+            segment_key(segment.name)
+        except ValueError as error:
+            raise Damaged(f"{where}: {error}") from None
     return manifest

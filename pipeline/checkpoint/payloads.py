@@ -118,7 +118,7 @@ class PayloadCopy:
         by_file: dict[tuple[int, int, int], list[Place]] = {}
         for place in places:
             at = place[2]
-            by_file.setdefault((at.incarnation, at.rank, at.segment), []).append(place)
+            by_file.setdefault(at.segment_key, []).append(place)
         for number, wanted in sorted(by_file.items()):
             path = self._layout.segment(*number)
             if number[2] < 0:
@@ -186,7 +186,7 @@ def payload_losses(lost: Iterable[Unreadable], entries: dict[int, Entry], layout
     losses = []
     for uid, member, at, why in lost:
         entry = entries[uid]
-        path = layout.segments if at.segment < 0 else layout.segment(at.incarnation, at.rank, at.segment)
+        path = layout.segments if at.segment < 0 else layout.segment(*at.segment_key)
         item = f"uid {uid}, task {entry.task}, index {entry.index}"
         losses.append(
             Loss(

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pipeline.checkpoint.collect import Needs, segment_key
+from pipeline.checkpoint.collect import Needs
 from pipeline.checkpoint.generations import Stored, check_listed, find_generations, needs_of
 from pipeline.checkpoint.survey import without_manifest
 from pipeline.errors import ForebayError, NotARun
 from pipeline.records import Location
 from pipeline.store.frames import PAYLOAD, scan
 from pipeline.store.journal import payload_place, read_journal
-from pipeline.store.layout import JournalName, Layout
+from pipeline.store.layout import JournalName, Layout, segment_key
 from pipeline.store.segments import PayloadReader, Place, SegmentInfo
 
 
@@ -151,14 +151,13 @@ class _Check:
         for place, error in PayloadReader(self.layout, self.tag).damaged(unseen):
             if named[place] <= marks[-1]:
                 at = place[2]
-                self._note(self.layout.segment(at.incarnation, at.rank, at.segment), error)
+                self._note(self.layout.segment(*at.segment_key), error)
             else:
                 self.unpromised.append(f"{error} It had not been synced; a resume runs the item again.")
 
     def _was_removed(self, at: Location) -> bool:
         """Whether a segment is not there because nothing that is kept needs it."""
-        key = (at.incarnation, at.rank, at.segment)
-        return key not in self._needs and not os.path.lexists(self.layout.segment(*key))
+        return at.segment_key not in self._needs and not os.path.lexists(self.layout.segment(*at.segment_key))
 
     def _ended(self, position: object, path: str, left: int) -> None:
         if left:

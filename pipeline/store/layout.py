@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -30,6 +30,27 @@ LOCK_FILE = "lock"
 # No longer number than a frame's header has room for is one of ours.
 _JOURNAL = re.compile(r"(\d{1,9})-(\d{1,9})\.fbj")
 _SEGMENT = re.compile(r"(\d{1,9})-(\d{1,9})-(\d{1,18})\.fbs")
+
+
+SegmentKey: TypeAlias = tuple[int, int, int]
+"""Incarnation, rank and number: what names a segment."""
+
+
+def segment_name(key: SegmentKey) -> str:
+    """Return the name of a segment's file."""
+    return "{:06d}-{:04d}-{:06d}.fbs".format(*key)
+
+
+def segment_key(name: str) -> SegmentKey:
+    """Return what the name of a segment's file says.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    match = _SEGMENT.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is no segment's name")
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +90,7 @@ class Layout:
         return os.path.join(self.journals, f"{incarnation:06d}-{rank:04d}.fbj")
 
     def segment(self, incarnation: int, rank: int, number: int) -> str:
-        return os.path.join(self.segments, f"{incarnation:06d}-{rank:04d}-{number:06d}.fbs")
+        return os.path.join(self.segments, segment_name((incarnation, rank, number)))
 
     def list_journals(self) -> list[JournalName]:
         """Return every journal in order of (incarnation, rank)."""
@@ -78,8 +99,7 @@ class Layout:
 
     def list_segments(self) -> list[str]:
         """Return the names of every segment file, oldest first."""
-        matches = [match for name in _listdir(self.segments) if (match := _SEGMENT.fullmatch(name))]
-        return [match[0] for match in sorted(matches, key=lambda match: tuple(map(int, match.groups())))]
+        return sorted(filter(_SEGMENT.fullmatch, _listdir(self.segments)), key=segment_key)
 
     def read_run(self) -> RunFile | None:
         """Return the run's marker, or None if the folder is absent or empty.

@@ -109,7 +109,7 @@ class PayloadReader:
         by_file: dict[tuple[int, int, int], list[Place]] = {}
         for place in places:
             where = place[2]
-            by_file.setdefault((where.incarnation, where.rank, where.segment), []).append(place)
+            by_file.setdefault(where.segment_key, []).append(place)
         for number in sorted(by_file):
             path = self._layout.segment(*number)
             wanted = sorted(by_file[number], key=_offset)

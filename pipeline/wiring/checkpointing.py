@@ -146,7 +146,7 @@ class Checkpointing:
         """Whether a generation is being written, or will be as soon as the trainer's wait is cut for it."""
         if self._saver is not None and self._saver.busy:
             return True
-        return self.triggers.heard() is not None and not self.own_files
+        return self.triggers.pending is not None and self.triggers.known and not self.own_files
 
     async def settle(self, request: CheckpointRequest | None, saving: Saving | None) -> Stopped | None:
         """End a request that ``saving`` was made for, or that needed none. Returns what a stop is to raise.

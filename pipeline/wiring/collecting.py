@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pipeline.buffer.storages import SegmentKey
-from pipeline.checkpoint.collect import segment_key, segment_name
 from pipeline.checkpoint.generations import RETRY
-from pipeline.errors import WriteFailed
+from pipeline.errors import Damaged, WriteFailed
 from pipeline.store.files import FilesLike
-from pipeline.store.layout import Layout
+from pipeline.store.layout import Layout, SegmentKey, segment_key, segment_name
 from pipeline.store.segments import SegmentInfo
 from pipeline.wiring.state import RunState
 
@@ -28,8 +26,7 @@ def live_segments(state: RunState) -> dict[SegmentKey, int]:
     places += state.evaluations.places(state.ledger.step)
     for place in places:
         if place is not None:
-            key = (place.incarnation, place.rank, place.segment)
-            live[key] = live.get(key, 0) + place.length
+            live[place.segment_key] = live.get(place.segment_key, 0) + place.length
     for key in state.moving:  # an event after this capture may say that something lies there
         live.setdefault(key, 1)
     return live
@@ -46,6 +43,9 @@ def listed_segments(
         live: bytes of what is live, by segment.
         incarnation: this one.
         open_segment: the number of the segment that was being written at the capture.
+
+    Raises:
+        Damaged: one in which something is live is gone: whoever removed it, the generation could not be resumed.
     """
     found = []
     for info in own:
@@ -54,9 +54,12 @@ def listed_segments(
             found.append(msgspec.structs.replace(info, live=live.get(key, 0)))
     for key in sorted(live):
         if key[0] != incarnation:
-            name = segment_name(key)
-            size = os.path.getsize(os.path.join(layout.segments, name))
-            found.append(SegmentInfo(name=name, bytes=size, sealed=True, live=live[key]))
+            path = layout.segment(*key)
+            try:
+                size = os.path.getsize(path)
+            except FileNotFoundError:
+                raise Damaged(f"{path}: the segment is missing, and rollouts in it are still to be trained") from None
+            found.append(SegmentInfo(name=segment_name(key), bytes=size, sealed=True, live=live[key]))
     return found
 
 

@@ -6,20 +6,18 @@ not been let go meanwhile, an event says that it lies there now. Generations fro
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import anyio.lowlevel
 
-from pipeline.buffer.storages import SegmentKey
-from pipeline.checkpoint.collect import archived, segment_key, segment_name
+from pipeline.checkpoint.collect import archived
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.errors import Damaged, StoreError
 from pipeline.observe import events
 from pipeline.records import Location, Moved
 from pipeline.store.frames import PAYLOAD, scan
-from pipeline.store.layout import Layout
+from pipeline.store.layout import Layout, SegmentKey, segment_key, segment_name
 from pipeline.store.segments import PayloadReader, Place
 from pipeline.store.service import RunBlocking
 from pipeline.wiring.state import RunState
@@ -70,14 +68,16 @@ class Compactor:
                     place = state.writer.writer.place(blobs[uid, member], uid, member, entry.life)
                     state.writer.notify()  # or a queue that these fill would never be written
                     moved.append(((uid, member, at), place))
-                    state.moving.add((place.incarnation, place.rank, place.segment))
+                    state.moving.add(place.segment_key)
             await state.writer.flush()  # from here on it can be read there
             for (uid, member, at), to in moved:
                 if state.buffer.storage.move(uid, member, at, to):
                     state.record(Moved(uid, member, to.segment, to.offset, to.length))
             left = state.buffer.storage.live.get(key, 0)
             if left:
-                raise Damaged(f"{self._path(key)}: {left} bytes of payloads that are needed were not found in it")
+                raise Damaged(
+                    f"{self._layout.segment(*key)}: {left} bytes of payloads that are needed were not found in it"
+                )
             size = sum(to.length for _, to in moved)
             state.log.info(events.SEGMENT_COMPACTED, file=segment_name(key), payloads=len(moved), bytes=size)
         except StoreError as error:
@@ -97,9 +97,6 @@ class Compactor:
         return live
 
     def _listed(self, key: SegmentKey) -> Iterator[Place]:
-        for offset, header, payload in scan(self._path(key), run_tag=self._run_tag):
+        for offset, header, payload in scan(self._layout.segment(*key), run_tag=self._run_tag):
             if header.kind == PAYLOAD:
                 yield header.sequence, header.number, Location(*key, offset, len(payload))
-
-    def _path(self, key: SegmentKey) -> str:
-        return os.path.join(self._layout.segments, segment_name(key))

@@ -43,16 +43,20 @@ class DiskUse:
     @property
     def full(self) -> bool:
         """Whether nothing new may be begun."""
+        return self._most is not None and self.used >= self._most
+
+    def refuses(self) -> bool:
+        """:attr:`full`, for who would begin something; the first to come near the bound asks for a generation."""
         most = self._most
         if most is None:
             return False
-        share = self.used / most
+        used = self.used
         for mark in (NEAR, 1.0):
-            if share >= mark > self._asked:
+            if used >= mark * most and mark > self._asked:
                 self._asked = mark
-                self._state.log.warning(events.DISK_LOW, bytes=self.used, most=most)
+                self._state.log.warning(events.DISK_LOW, bytes=used, most=most)
                 self.ask("disk")
-        return share >= 1.0
+        return used >= most
 
     @property
     def hopeless(self) -> bool:

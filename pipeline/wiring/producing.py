@@ -142,7 +142,7 @@ class Producer:
 
     def next_job(self) -> Job | None:
         """Return the next attempt, recorded as started, or None if none may start now."""
-        if self.paused or self._state.failure is not None or (self.disk is not None and self.disk.full):
+        if self.paused or self._state.failure is not None or (self.disk is not None and self.disk.refuses()):
             return None
         if self._evaluations and not self._asking:
             return self._next_of_both()

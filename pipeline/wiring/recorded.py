@@ -74,11 +74,13 @@ def recorded_batches(
 
 
 def _read(reader: PayloadReader, recorded: _Recorded) -> Batch:
-    groups = []
-    for entry, places in recorded.groups:
-        blobs = reader.read_many((entry.uid, member, at) for member, at in places.items())
-        payloads = [blobs[entry.uid, member] for member in sorted(places)]
-        groups.append(group_of(recorded.step, entry, payloads, recorded.least))
+    blobs = reader.read_many(
+        (entry.uid, member, at) for entry, places in recorded.groups for member, at in places.items()
+    )
+    groups = [
+        group_of(recorded.step, entry, [blobs[entry.uid, member] for member in sorted(places)], recorded.least)
+        for entry, places in recorded.groups
+    ]
     return Batch(recorded.step, groups, release=lambda step: None)
 
 

@@ -6,7 +6,7 @@ Everything here reads. It blocks, so it runs in a thread, and it is pure: twice 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,11 +14,11 @@ import msgspec
 
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.fold import ProducerFold, pending_batches
-from pipeline.checkpoint.generations import Stored
+from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.lines import PRODUCER_FILE, Line, read_inherited
 from pipeline.checkpoint.manifest import CONSUMER_FILE as CONSUMER_FILE
 from pipeline.checkpoint.manifest import PROGRESS_FILE as PROGRESS_FILE
-from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
+from pipeline.checkpoint.manifest import REPLAY_BUFFER
 from pipeline.checkpoint.manifest import TRAINER_FOLDER as TRAINER_FOLDER
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
@@ -47,7 +47,6 @@ class Recovered(NamedTuple):
     unknown: dict[str, Any]
     pending: list[Lease]
     places: Mapping[int, Mapping[int, Location]]
-    states: dict[str, Any]
     events: int
     positions: list[JournalPosition]
     """Where the journals ended that were folded: what the next generation counts on."""
@@ -66,6 +65,26 @@ class Recovered(NamedTuple):
     """Fields of the consumer half that this version does not know."""
 
 
+def read_generation(stored: Stored, attached: Sequence[str]) -> dict[str, Any]:
+    """Compare a generation's files with its manifest, and return what the trainer had attached. Blocks.
+
+    The trainer's files are large: they are compared as they are read.
+
+    Raises:
+        Damaged: one is missing, or was changed.
+        UsageError: what is attached is not what the generation holds.
+    """
+    trainer = [info for info in stored.manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
+    check_generation(stored, later=[info.path for info in trainer])
+    _check_attached(stored, attached)
+    return {
+        info.path.removeprefix(TRAINER_FOLDER + "/").removesuffix(".safetensors"): read_state(
+            os.path.join(stored.folder, info.path), size=info.bytes, checksum=info.crc32c
+        )
+        for info in trainer
+    }
+
+
 def recover_run(
     layout: Layout,
     stored: Stored,
@@ -75,19 +94,17 @@ def recover_run(
     seed: int,
     opened: Opened,
     line: Line,
-    attached: Sequence[str],
     torn: Callable[[str, int, int], None] | None = None,
 ) -> Recovered:
-    """Read a generation whose files were checked, and fold the journals, changing nothing. Blocks.
+    """Read what a generation says of the run, and fold the journals, changing nothing. Blocks.
 
     ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``line`` says which
     events count. ``torn`` is told of each journal that ends in a torn record, as a crash leaves it.
 
     Raises:
         Damaged: something that was promised to be there is missing or changed.
-        UsageError: the seed, or what is attached, is not what the generation holds.
+        UsageError: the seed is not the run's.
     """
-    _check_attached(stored, attached)
     half, unknown_half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
     path = os.path.join(stored.folder, PROGRESS_FILE)
     with open_plain(path) as file:
@@ -135,7 +152,6 @@ def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] |
         saved.unknown,
         pending,
         kept,
-        _read_states(saved.stored),
         folded.events,
         positions,
         folded.evaluations,
@@ -169,7 +185,6 @@ def _recover_without_buffer(saved: Saved) -> Recovered:
         saved.unknown,
         [],
         {},
-        _read_states(stored),
         0,
         [JournalPosition(incarnation=each[0], rank=each[1], sequence=each[2]) for each in line.discarded],
         Evaluations(),
@@ -230,36 +245,12 @@ def _fold_journals(
     return positions
 
 
-def _read_states(stored: Stored) -> dict[str, Any]:
-    return {
-        info.path.removeprefix(TRAINER_FOLDER + "/").removesuffix(".safetensors"): read_state(
-            os.path.join(stored.folder, info.path), size=info.bytes, checksum=info.crc32c
-        )
-        for info in stored.manifest.files
-        if info.path.startswith(TRAINER_FOLDER + "/")
-    }
-
-
 class Fold(ProducerFold):
     """Applies events, in the order of the journals, to everything that is recovered from them."""
 
-    def __init__(
-        self,
-        half: ConsumerHalf,
-        plans: Sequence[DrawPlan],
-        *,
-        seed: int,
-        line: Manifest | None = None,
-        discarded: Iterable[tuple[int, int, int]] = (),
-    ) -> None:
-        """Args:
-        half: the consumer half of the generation that is recovered.
-        plans: the tasks that the run has now.
-        seed: the run's seed as it is given now.
-        line: the generation's manifest, for the batches that its own line handed out after it.
-        discarded: journals of which not every event counts: incarnation, rank, and the last that does.
-        """
-        super().__init__(half, plans, seed=seed, line=line, discarded=discarded)
+    def __init__(self, half: ConsumerHalf, plans: Sequence[DrawPlan], *, seed: int, **more: Any) -> None:
+        """As :class:`ProducerFold`; ``seed`` is the run's as it is given now."""
+        super().__init__(half, plans, seed=seed, **more)
         self.evaluations = Evaluations()
         self._seed = seed
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.checkpoint.generations import Found as Generations
-from pipeline.checkpoint.generations import Stored, check_generation, choose, find_generations, with_offer
+from pipeline.checkpoint.generations import Stored, choose, find_generations, with_offer
 from pipeline.checkpoint.lines import Line, find_line
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, StoreError, UsageError
@@ -23,7 +22,7 @@ from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.store.service import RunBlocking, WriterService
 from pipeline.wiring.forking import copy_payloads, forked, place_parts
-from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER, Recovered, recover_run
+from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, Recovered, read_generation, recover_run
 from pipeline.wiring.state import RunState
 from pipeline.wiring.tails import cut_off, let_go_since, unwritten_tails
 
@@ -84,6 +83,8 @@ class Found(msgspec.Struct, frozen=True):
     """What a resume is about to take over: checked, and not yet in use."""
 
     stored: Stored
+    states: dict[str, Any]
+    """What was attached, by name."""
     recovered: Recovered
     opened: Opened
     origin: Origin
@@ -105,7 +106,10 @@ def find_to_resume(
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory, external)
     _check_external(stored.manifest)
-    _check_files(stored, found)
+    try:
+        states = read_generation(stored, attached)
+    except Damaged as error:
+        raise with_offer(error, stored, found) from None
     line = _line_of(state, origin, stored, found.complete[-1].manifest.reusable)
     opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
     if origin.forked:  # its base is this incarnation: what an earlier try left in the folder does not count
@@ -122,16 +126,13 @@ def find_to_resume(
             seed=state.options.seed,
             opened=begins,
             line=line,
-            attached=attached,
             torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
         )
-        return Found(stored, recovered, begins, origin)
+        return Found(stored, states, recovered, begins, origin)
 
     try:
         return recover(line)
-    except Damaged as error:
-        if str(error).startswith(stored.folder):
-            raise with_offer(error, stored, found) from None
+    except Damaged:
         # After a loss of power a journal may name payloads that the disk never got: it ends before them.
         tails = unwritten_tails(layout, origin.tag, line, stored.manifest.journals)
         if not tails:
@@ -150,15 +151,6 @@ def _line_of(state: RunState, origin: Origin, stored: Stored, reusable: Sequence
     # One that is kept for good does not keep what came after it: that is set aside, and run again.
     state.log.warning(events.RUN_SET_ASIDE, generation=manifest.generation, step=manifest.step)
     return find_line(layout, origin.tag, manifest, discard=True)
-
-
-def _check_files(stored: Stored, found: Generations) -> None:
-    """Compare a generation's files with its manifest; the trainer's are large, and compared as they are read."""
-    trainer = [info.path for info in stored.manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
-    try:
-        check_generation(stored, later=trainer)
-    except Damaged as error:
-        raise with_offer(error, stored, found) from None
 
 
 def _check_external(manifest: Manifest) -> None:

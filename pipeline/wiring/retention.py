@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pipeline.checkpoint.collect import Needs, SegmentKey, collect
+from pipeline.checkpoint.collect import Needs, collect
 from pipeline.checkpoint.generations import Kept, Stored, find_generations, needs_of, retire
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.observe import events
 from pipeline.store.files import FilesLike
-from pipeline.store.layout import Layout
+from pipeline.store.layout import Layout, SegmentKey
 from pipeline.wiring.state import RunState
 
 

@@ -18,7 +18,6 @@ import anyio.to_thread
 import msgspec
 
 from pipeline.buffer import Batch
-from pipeline.checkpoint.generations import Stored
 from pipeline.clock import running_clock
 from pipeline.config import PipelineOptions
 from pipeline.engines import LocalEngine
@@ -33,9 +32,9 @@ from pipeline.store.service import WriterService
 from pipeline.store.writer import StoreWriter
 from pipeline.supervisor import Supervisor, root_cause
 from pipeline.task import StreamSource, Task
+from pipeline.wiring.after_commit import AfterCommit
 from pipeline.wiring.checkpointing import Checkpointing
 from pipeline.wiring.collecting import sync_dead_lives
-from pipeline.wiring.compacting import Compactor
 from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import check_evaluation, examine
@@ -58,7 +57,7 @@ from pipeline.wiring.resuming import (
     settle,
 )
 from pipeline.wiring.saving import OWN_FILES, Capture, Saver, Saving, link_trainer
-from pipeline.wiring.sharing import OnCommit, Sharing
+from pipeline.wiring.sharing import OnCommit
 from pipeline.wiring.state import RunState
 from pipeline.wiring.triggering import Triggers
 from pipeline.wiring.weights import Weights
@@ -97,22 +96,17 @@ class Run:
         self._folder = RunFolder(options.directory, self._files) if options.directory is not None else None
         self._saver = Saver(self.state, self._files, self._folder.layout, self.in_thread) if self._folder else None
         stop_file = self._folder.layout.stop_file if self._folder else None
-        self.triggers = Triggers(self.state, stop_file)
+        self.triggers = Triggers(self.state, stop_file, inline=self.inline)
         self.triggers.on_stop = self.weights.hurry
         self.saves = Checkpointing(
             self.state, self.consumer, self._saver, self.triggers, self._files, self.in_thread, stop_file
         )
         self.attached = self.saves.attached
-        if self._folder is not None:
-            disk = self.producer.disk = DiskUse(self.state, self._folder.layout, self.in_thread)
-            disk.ask, disk.relief = self.triggers.ask, self.saves.is_about_to_save
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
-        self._compactor: Compactor | None = None
-        self._sharing: Sharing | None = None
-        if on_commit is not None and self._folder is not None:
-            self._sharing = Sharing(self.state, self._folder.layout, on_commit, self.in_thread)
+        self._on_commit = on_commit
+        self._after: AfterCommit | None = None
 
     # -- opening and closing -----------------------------------------------------------------------------------
 
@@ -130,11 +124,13 @@ class Run:
             self.consumer.reader = PayloadReader(folder.layout, folder.tag)
             assert self._saver is not None
             self._saver.next_generation = folder.next_generation
-            self._compactor = Compactor(self.state, folder.layout, folder.tag, self.in_thread)
-            self._saver.on_committed, self._saver.keep_lock = self._committed, folder.keep
-            if self._sharing is not None:
-                sharing = self._sharing
-                self._saver.retention.held = lambda: frozenset(sharing.held)
+            self._saver.keep_lock = folder.keep
+            disk = self.producer.disk = DiskUse(self.state, folder.layout, self.in_thread)
+            disk.ask, disk.relief = self.triggers.ask, self.saves.is_about_to_save
+            self._after = AfterCommit(
+                self.state, folder, self._saver, disk, self._spawn, self.in_thread, self._on_commit
+            )
+            self._after.pump = self._pump
         try:
             await self._supervisor.start(self._body)
         except BaseException:
@@ -159,13 +155,13 @@ class Run:
                         async with pool:
                             self._pool = pool
                             self.producer.open(pool)
-                            self.triggers.begin(group, watch=not self.inline)
+                            self.triggers.begin(group)
                             ready()
                             await self._supervisor.stopping.wait()
                     if self._saver is not None:
                         await self._saver.idle()
-                    if self._sharing is not None:
-                        await self._sharing.idle()
+                    if self._after is not None:
+                        await self._after.idle()
                     group.cancel_scope.cancel("the pipeline is closed")
         except Exception as error:
             self.state.log.error(events.RUN_FAILED, error=repr(root_cause(error)))
@@ -176,23 +172,7 @@ class Run:
             with anyio.CancelScope(shield=True):
                 await self._seal()
 
-    def _committed(self, stored: Stored) -> None:
-        """What follows a commit, beside everything else: others are told, and a sparse segment is emptied."""
-        if self._sharing is not None and self._sharing.add(stored):
-            self._spawn(self._sharing.run, "forebay on_commit")
-        if self.producer.disk is not None and self._group is not None and not self.state.ended:
-            self.producer.disk.looking = True
-            self._spawn(self._look_at_disk, "forebay disk")
-        compactor = self._compactor
-        if compactor is None or compactor.busy or self._group is None or not self.state.writing or self.state.ended:
-            return
-        key = compactor.sparsest(stored.manifest)
-        if key is not None:
-            self._spawn(compactor.empty, "forebay compaction", key)
-
-    async def _look_at_disk(self) -> None:
-        assert self.producer.disk is not None
-        await self.producer.disk.look()
+    def _pump(self) -> None:
         if not self.producer.paused and self._pool is not None:
             self._pool.pump()
 

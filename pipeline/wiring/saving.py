@@ -14,7 +14,6 @@ from typing import Any
 import anyio
 import msgspec
 
-from pipeline.checkpoint.collect import SegmentKey
 from pipeline.checkpoint.generations import RETRY, GenerationWriter, Stored
 from pipeline.checkpoint.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, FileInfo, Manifest
@@ -25,7 +24,7 @@ from pipeline.observe import events
 from pipeline.sampler.progress import encode_progress, rolled_back
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
-from pipeline.store.layout import Layout
+from pipeline.store.layout import Layout, SegmentKey
 from pipeline.store.segments import SegmentInfo
 from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
@@ -252,13 +251,9 @@ class Saver:
         assert state.writer is not None
         try:
             position, written = await state.writer.sync()
-            segments: list[SegmentInfo] | None = written
             # The journal may have gone on since the capture; what counts is where it stood then.
             own = msgspec.structs.replace(position, sequence=capture.sequence, segment=capture.open_segment)
-            journals = [*self.journals, own]
-            if REPLAY_BUFFER in capture.manifest.left_out:  # it needs none of them; it says how far they had come
-                journals, segments = [msgspec.structs.replace(each, bytes=0) for each in journals], None
-            stored: Stored = await self._in_thread(lambda: self._commit(capture, journals, segments))
+            stored: Stored = await self._in_thread(lambda: self._commit(capture, [*self.journals, own], written))
             return stored
         except BaseException as error:
             saving, self.captured_step = capture.saving, -1
@@ -278,9 +273,7 @@ class Saver:
         except ForebayError:
             self._failed = capture.saving
 
-    def _commit(
-        self, capture: Capture, journals: Sequence[JournalPosition], segments: Sequence[SegmentInfo] | None
-    ) -> Stored:
+    def _commit(self, capture: Capture, journals: Sequence[JournalPosition], written: Sequence[SegmentInfo]) -> Stored:
         writer = capture.writer
         try:
             for path, content in capture.small.items():
@@ -288,17 +281,19 @@ class Saver:
             writer.adopt()
         except OSError as error:
             raise WriteFailed(f"{writer.folder}: could not be written: {error}. {RETRY}") from error
+        manifest, segments = capture.manifest, list[SegmentInfo]()
+        if REPLAY_BUFFER in manifest.left_out:  # it needs neither; the positions say how far the journals had come
+            journals = [msgspec.structs.replace(each, bytes=0) for each in journals]
+        else:
+            live, begun = capture.live, capture.open_segment
+            segments = listed_segments(self._layout, written, live, manifest.incarnation, begun)
         manifest = msgspec.structs.replace(
-            capture.manifest,
+            manifest,
             journals=list(journals),
-            segments=listed_segments(
-                self._layout, segments, capture.live, capture.manifest.incarnation, capture.open_segment
-            )
-            if segments is not None
-            else [],
+            segments=segments,
             files=sorted(writer.infos, key=lambda info: info.path),
+            reusable=self.retention.reusable(manifest),
         )
-        manifest = msgspec.structs.replace(manifest, reusable=self.retention.reusable(manifest))
         return writer.commit(manifest)
 
 

@@ -68,10 +68,9 @@ class Sharing:
         self._now: Stored | None = None
         self._free = Signal()
 
-    @property
-    def held(self) -> set[int]:
-        """Numbers of the generations that are being told of: they are not removed meanwhile."""
-        return {each.manifest.generation for each in (self._now, self._next) if each is not None}
+    def held(self) -> frozenset[int]:
+        """Return the numbers of the generations that are being told of: they are not removed meanwhile."""
+        return frozenset(each.manifest.generation for each in (self._now, self._next) if each is not None)
 
     def add(self, stored: Stored) -> bool:
         """Let ``stored`` be told of. Returns whether :meth:`run` is to be started for it."""
@@ -91,8 +90,12 @@ class Sharing:
                         events.GENERATION_UNSHARED, generation=told.generation, step=told.step, error=repr(error)
                     )
         finally:
-            self._now = None
-            self._free.notify()
+            self.forget()
+
+    def forget(self) -> None:
+        """Nobody is told of what waits: the run has ended."""
+        self._now = self._next = None
+        self._free.notify()
 
     async def _call(self, told: Committed) -> None:
         if inspect.iscoroutinefunction(self._tell):
@@ -104,4 +107,4 @@ class Sharing:
 
     async def idle(self) -> None:
         """Wait until nothing is told of."""
-        await self._free.wait_for(lambda: self._now is None)
+        await self._free.wait_for(lambda: self._now is None and self._next is None)

@@ -15,7 +15,6 @@ from typing import Literal
 from pipeline.buffer import GroupBuffer, MixedBuffer
 from pipeline.buffer.partials import Partials
 from pipeline.buffer.staleness import floor
-from pipeline.buffer.storages import SegmentKey
 from pipeline.clock import Clock
 from pipeline.config import PipelineOptions
 from pipeline.errors import SourceError
@@ -34,6 +33,7 @@ from pipeline.records import (
     Started,
 )
 from pipeline.sampler import DrawPlan, Progress, Sampler
+from pipeline.store.layout import SegmentKey
 from pipeline.store.service import WriterService
 from pipeline.task import Task
 from pipeline.waiting import Signal

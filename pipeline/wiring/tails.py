@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pipeline.checkpoint.collect import segment_key
 from pipeline.checkpoint.lines import Line
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.records import Evaluated
 from pipeline.store.journal import JournalPosition, payload_place, read_journal
-from pipeline.store.layout import JournalName, Layout
+from pipeline.store.layout import JournalName, Layout, segment_key
 from pipeline.store.segments import PayloadReader, Place
 
 
@@ -87,6 +86,6 @@ def let_go_since(layout: Layout, run_tag: int, manifest: Manifest, line: Line) -
             if positions.get(key, 0) < logged.sequence <= caps.get(key, logged.sequence):
                 place = payload_place(logged)
                 at = None if place is None or isinstance(logged.event, Evaluated) else place[2]
-                if at is not None and (at.incarnation, at.rank, at.segment) not in there:
+                if at is not None and at.segment_key not in there:
                     return True
     return False

@@ -36,8 +36,13 @@ another one wrote to."""
 class Triggers:
     """Requests of one run, up to the moment when they are honoured. Belongs to the event loop."""
 
-    def __init__(self, state: RunState, stop_file: str | None) -> None:
-        self._state, self._stop_file = state, stop_file
+    def __init__(self, state: RunState, stop_file: str | None, *, inline: bool) -> None:
+        """Args:
+        state: the run's.
+        stop_file: the path at which a file asks to stop.
+        inline: on a virtual clock; then neither signals nor the stop file are listened to.
+        """
+        self._state, self._stop_file, self._inline = state, stop_file, inline
         self.pending: CheckpointRequest | None = None
         self.late = False
         """Whether a stop's deadline is over: nobody waits for a batch any more, even if the weights are not known."""
@@ -96,21 +101,19 @@ class Triggers:
         """What :meth:`take` gave was not honoured."""
         if request is not None:
             self.pending = request if self.pending is None else request.joined(self.pending)
+            self._wake()  # its deadline counts again
 
     # -- signals --------------------------------------------------------------------------------------------------
 
-    def take_signals(self, *, unless: bool) -> None:
+    def take_signals(self) -> None:
         """Listen to signals from here on, if this is the thread that may.
-
-        Args:
-            unless: they are not to be listened to, whatever the options say.
 
         Raises:
             UsageError: it is not, and the options name signals.
         """
         options = self._state.options
         stop, save = options.stop_signals, check_signals("save_signals", options.save_signals)
-        if unless or not stop + save:
+        if self._inline or not stop + save:
             return
         if threading.current_thread() is not threading.main_thread():
             if options.signals or save:
@@ -127,7 +130,7 @@ class Triggers:
 
     # -- steps and times ----------------------------------------------------------------------------------------
 
-    def begin(self, group: anyio.abc.TaskGroup, *, watch: bool) -> None:
+    def begin(self, group: anyio.abc.TaskGroup) -> None:
         """Start what waits for times, signals and the stop file.
 
         Raises:
@@ -140,7 +143,7 @@ class Triggers:
         if options.save_every_s is not None:
             self._save_due = clock.now() + options.save_every_s
         group.start_soon(self._keep_time, name="forebay triggers")
-        if watch and self._stop_file is not None:
+        if self._stop_file is not None and not self._inline:
             group.start_soon(self._watch_file, self._stop_file, name="forebay stop file")
         if self.trap is not None:
             group.start_soon(self._listen, self.trap, name="forebay signals")
@@ -149,14 +152,16 @@ class Triggers:
         """The weights have reached ``step``: see whether a generation is due by that."""
         for name in self.trap.taken_over() if self.trap is not None else ():
             self._state.log.warning(events.SIGNAL_TAKEN, signal=name)
-        every = self._state.options.save_every
-        if every is not None and step // every > self._saved_step // every:
-            self.ask(f"every {every} steps")
+        if self._due_by_steps(step):
+            self.ask(f"every {self._state.options.save_every} steps")
 
     def due_at(self, step: int) -> bool:
         """Whether a generation of ``step`` is asked for, or would be when it is acked."""
+        return self.pending is not None or self._due_by_steps(step)
+
+    def _due_by_steps(self, step: int) -> bool:
         every = self._state.options.save_every
-        return self.pending is not None or (every is not None and step // every > self._saved_step // every)
+        return every is not None and step // every > self._saved_step // every
 
     def saved(self, step: int) -> None:
         """A generation of ``step`` was captured or restored."""
@@ -204,8 +209,9 @@ class Triggers:
             if self._state.writer is not None:
                 with suppress(ForebayError):  # kept by the writer, and raised by the next verb
                     await self._state.writer.sync()
-            self._state.log.warning(events.CHECKPOINT_LATE, reason=request.reason)
-            self._let_go()
+            if self.pending is request:  # nobody has honoured it meanwhile
+                self._state.log.warning(events.CHECKPOINT_LATE, reason=request.reason)
+                self._let_go()
 
     async def _watch_file(self, path: str) -> None:
         # There is no event to wait for instead: see LOOK_EVERY_S.

@@ -12,7 +12,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from pipeline import Context, Item, Pipeline, Rollout, Task, WriteFailed
+from pipeline import Context, Damaged, Item, Pipeline, Rollout, Task, WriteFailed
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.collect import archived
 from pipeline.store.layout import Layout
@@ -368,3 +368,21 @@ async def test_an_end_that_a_loss_of_power_left_is_not_looked_for_among_what_was
     assert trained.items == list(range(40))
     cut = [os.path.basename(line["file"]) for line in logs if line["event"] == "journal.unwritten"]
     assert cut == ["000002-0000.fbj"]
+
+
+async def test_a_save_that_could_not_be_resumed_is_refused(run_directory: str) -> None:
+    """Somebody removed a segment with rollouts that are still to be trained; the one before stands."""
+    trained = Trained()
+    async with make(run_directory) as pipe:
+        await begin(pipe, trained=trained)
+        await anyio.sleep(10)
+    async with make(run_directory) as pipe:
+        assert (await begin(pipe, trained=trained)).buffered == 8
+        removed = [name for name in segments(run_directory) if name.startswith("000001")][-1]
+        os.unlink(os.path.join(Layout(run_directory).segments, removed))
+        batch = await pipe.get_batch(4)
+        await train(pipe, trained, batch)
+        saving = await pipe.save(batch.step)
+        with pytest.raises(Damaged, match=f"{removed}: the segment is missing"):
+            await saving.committed()
+    assert manifests(run_directory)[-1].step == 0

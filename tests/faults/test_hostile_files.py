@@ -26,6 +26,7 @@ from pipeline.store.files import OsFiles
 from pipeline.store.frames import EVENTS, HEADER_BYTES, crc32c, crc32c_of_file, encode_frame, scan
 from pipeline.store.journal import encode_events
 from pipeline.store.layout import Layout
+from pipeline.store.segments import SegmentInfo
 from pipeline.wiring.folder import RunFolder
 from tests.support.crashes import Trained, begin, crashed_copy, inline_pipeline, lasting, train
 from tests.support.disk import tree
@@ -176,6 +177,11 @@ def state(folder: Path, raw: bytes) -> Any:
 
 
 class TestPaths:
+    @pytest.mark.parametrize("name", ["../../secret", "000001-0000.fbs", "000001-0000-000001.fbj", "a-b-c.fbs", ""])
+    async def test_segments_whose_names_are_none(self, run: Run, name: str) -> None:
+        rewrite(run.directory, segments=[SegmentInfo(name=name, bytes=64, live=64)])
+        assert "no segment's name" in run.refused(f"{NEWEST}/manifest.json")
+
     @pytest.mark.parametrize("path", ["../../../secret", "/etc/passwd", "files/../../x", "", ".", "files//x", "nul\0"])
     async def test_that_lead_out_of_the_folder(self, run: Run, path: str) -> None:
         rewrite(run.directory, files=[FileInfo(path=path, bytes=0, crc32c="00000000")])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import anyio
 import pytest
 
 from pipeline import Batch, Context, Damaged, Item, NotARun, Rollout, StoreError, Task, recorded_batches
+from pipeline.store.segments import PayloadReader, Place
 from tests.support.crashes import Trained, begin, crashed_copy, inline_pipeline, train, uneven
 from tests.support.runs import numbers, task
 
@@ -63,6 +65,21 @@ async def test_life_after_life(run_directory: str, options: dict[str, Any]) -> N
     assert list(found) == list(range(1, 10))  # up to the newest generation
     assert found == {step: seen[step] for step in found}
     assert [batch.step for batch in recorded_batches(run_directory, 6)] == list(range(1, 7))
+
+
+async def test_a_batch_is_read_at_once(run_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    await life(run_directory, {}, Trained(), 6, task(80, uneven(0)))
+    reads: list[int] = []
+    read_many = PayloadReader.read_many
+
+    def counted(self: PayloadReader, places: Iterable[Place]) -> dict[tuple[int, int], bytes]:
+        found = read_many(self, places)
+        reads.append(len(found))
+        return found
+
+    monkeypatch.setattr(PayloadReader, "read_many", counted)
+    assert len(list(recorded_batches(run_directory))) == 6
+    assert reads == [4] * 6
 
 
 async def test_a_line_that_was_left_is_not_taken_for_this_one(run_directory: str) -> None:

@@ -13,6 +13,9 @@ from structlog.testing import capture_logs
 
 from pipeline import Committed, Pipeline, Stopped, StoreError
 from pipeline.checkpoint import verify
+from pipeline.checkpoint.generations import find_generations
+from pipeline.store.layout import Layout
+from pipeline.wiring.sharing import Sharing
 from tests.faults.test_triggers import manifests, stops
 from tests.support.crashes import Trained, begin, finish, inline_pipeline, train
 from tests.support.runs import pipeline, task
@@ -107,6 +110,25 @@ class TestCopies:
             batch = await pipe.get_batch(4)
             await pipe.save(batch.step)
         assert told == [0, 1]
+
+    async def test_whoever_waits_for_the_end_waits_for_what_has_not_begun(self, run_directory: str) -> None:
+        """The order in which tasks are started is the loop's, and on trio nobody's."""
+        told: list[int] = []
+        async with make(run_directory) as pipe:
+            await begin(pipe)
+            stored = find_generations(Layout(run_directory), pipe._run.state.run_id).complete[-1]
+            layout = Layout(run_directory)
+            sharing = Sharing(pipe._run.state, layout, lambda each: told.append(each.step), pipe._run.in_thread)
+            assert sharing.add(stored)
+            async with anyio.create_task_group() as group:
+
+                async def end() -> None:
+                    await sharing.idle()
+                    assert told == [0]
+
+                group.start_soon(end)
+                await anyio.sleep(1)
+                group.start_soon(sharing.run)
 
     async def test_an_error_in_it_is_logged_and_the_run_goes_on(self, run_directory: str) -> None:
         def fails(each: Committed) -> None:

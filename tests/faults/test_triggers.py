@@ -256,6 +256,20 @@ class TestStopping:
         await goes_on(copy, 40, 0)
         await goes_on(run_directory, 40, 1)
 
+    async def test_a_deadline_that_passes_while_a_save_fails_counts_again(self, run_directory: str) -> None:
+        """The save took the request and gave it back: nobody waits for ever because of that."""
+        runner = lasting({39: 1e9})
+        with stops() as stopped:
+            async with inline_pipeline(task(40, runner), directory=run_directory, grace_s=20.0) as pipe:
+                await begin(pipe)
+                await pipe.get_batch(4)
+                pipe.request_save("a person", then="stop")
+                taken = pipe._run.triggers.take()
+                await anyio.sleep(30)
+                pipe._run.triggers.give_back(taken)
+                await pipe.get_batch(36)
+        assert stopped[0].step == 0
+
     async def test_late_and_leased_nothing_is_taken_for_trained(self, run_directory: str) -> None:
         trained = Trained()
         gate = lasting({39: 1000.0})

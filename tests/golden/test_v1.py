@@ -22,7 +22,7 @@ from pipeline.store.frames import FOOTER, PAYLOAD, scan
 from pipeline.store.journal import read_journal
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import PayloadReader
-from pipeline.wiring.recovery import Recovered, recover_run
+from pipeline.wiring.recovery import Recovered, read_generation, recover_run
 from tests.golden.make_v1 import EVERY_EVENT, OPTIONS, RUN_ID, Learner, tasks
 from tests.support.disk import tree
 
@@ -48,7 +48,6 @@ def recover(layout: Layout, number: int, torn: list[tuple[str, int, int]] | None
         seed=11,
         opened=Opened(3, 0, number, step, step, 11),
         line=find_line(layout, TAG, stored.manifest, discard=False),
-        attached=["learner"],
         torn=None if torn is None else lambda *what: torn.append(what),
     )
 
@@ -208,7 +207,7 @@ def test_the_segments_hold_what_their_footers_say(layout: Layout) -> None:
 
 
 def test_what_was_attached_is_read_with_every_value(layout: Layout) -> None:
-    state = recover(layout, 4).states["learner"]
+    state = read_generation(find_generations(layout, RUN_ID).complete[4], ["learner"])["learner"]
     assert (state["weight"].dtype, state["weight"].tolist()) == (torch.bfloat16, [[6.0] * 3] * 2)
     assert state["tied"] is state["weight"]
     assert list(state["moments"]) == [0, 1]

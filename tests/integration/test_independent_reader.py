@@ -48,7 +48,6 @@ def recovered(directory: str, tasks: Sequence[Task], seed: int) -> Recovered:
         seed=seed,
         opened=Opened(99, 0, manifest.generation, manifest.step, manifest.step, seed),
         line=find_line(layout, run.tag, manifest, discard=False),
-        attached=manifest.attached,
     )
 
 

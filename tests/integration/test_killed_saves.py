@@ -53,7 +53,7 @@ class Promised:
         ledger, step = found.recovered.ledger, found.stored.manifest.step
         assert step >= self.committed, "committed, and gone"
         for name in saved.NAMES:  # of one step, all of it
-            state = found.recovered.states[name]
+            state = found.states[name]
             assert state["step"] == step
             assert set(state["weight"].tolist()) == {step}
             assert len(state["uids"]) == len(set(state["uids"])) == 2 * step

@@ -42,7 +42,7 @@ def told(found: Found) -> Any:
         recovered.pending,
         {name: (each.epoch, each.position) for name, each in recovered.sampler.cursors.items()},
         msgspec.to_builtins(recovered.progress),
-        repr(recovered.states),
+        repr(found.states),
     )
 
 

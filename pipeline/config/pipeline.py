@@ -1,203 +1,21 @@
-"""Options: frozen, keyword-only, checked when built, and back from plain dicts as they went in."""
+"""The options of a pipeline."""
 
 from __future__ import annotations
 
 import math
-import os
 import signal
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from pipeline.config.base import LEAST, MOST, Options
+from pipeline.config.policies import Reroll, StalenessPolicy, staleness_policy
+from pipeline.config.triggers import calendar_time, check_signals
 from pipeline.errors import ConfigError
 
 Durability: TypeAlias = Literal["none", "kill", "power"]
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every options object.
-
-    ``Class.of({...})`` builds one from plain values (YAML, JSON), ``to_dict`` gives them back.
-    """
-
-    @classmethod
-    def of(cls, given: Self | Mapping[str, Any] | None = None) -> Self:
-        """Build from an object of this class, a mapping of plain values, or nothing (the defaults).
-
-        Raises:
-            ConfigError: an unknown name, a wrong type, or a value out of range.
-        """
-        if isinstance(given, cls):
-            return given
-        values: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
-        known = set(cls.__struct_fields__)
-        for name in values:
-            if name not in known:
-                raise ConfigError(
-                    f"{cls.__name__} has no option {name!r}; it has {', '.join(sorted(known))}", option=name
-                )
-        if isinstance(values.get("directory"), os.PathLike):
-            values["directory"] = os.fspath(values["directory"])
-        try:
-            return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
-            cause = error.__cause__
-            if isinstance(cause, ConfigError) and cause.option in known:
-                raise cause from None
-            cls._check_types(values)
-            raise ConfigError(f"{cls.__name__}: {error}") from None
-
-    @classmethod
-    def _check_types(cls, values: Mapping[str, Any]) -> None:
-        for field in msgspec.structs.fields(cls):
-            try:
-                msgspec.convert(values.get(field.name, field.default), field.type)
-            except msgspec.ValidationError as error:
-                choices = get_args(field.type) if get_origin(field.type) is Literal else ()
-                allowed = f"{', '.join(map(repr, choices))} are allowed" if choices else str(error)
-                raise ConfigError.of(field.name, values[field.name], allowed) from None
-
-    def __post_init__(self) -> None:
-        # The class may be called with anything; only `of` has checked the types before.
-        self._check_types({name: getattr(self, name) for name in self.__struct_fields__})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values that :meth:`of` takes and YAML or JSON keep."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
-        return values
-
-    def _at_least(self, option: str, least: float, *, none_ok: bool = False) -> None:
-        value = getattr(self, option)
-        if value is None and none_ok:
-            return
-        if not least <= value < 2**63:  # what is beyond cannot be written into a manifest
-            raise ConfigError.of(option, value, f"must be at least {least} and fit in 64 bits")
-
-
-class Retry(Options, frozen=True, kw_only=False, tag="retry", tag_field="policy"):
-    """Try a failing member again, up to ``attempts`` tries in all; then it failed for good."""
-
-    attempts: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least("attempts", 1)
-
-
-class FailFast(Options, frozen=True, tag="fail_fast", tag_field="policy"):
-    """The first failure stops the run: ``get_batch`` raises it."""
-
-
-class Skip(Options, frozen=True, tag="skip", tag_field="policy"):
-    """A failing member is settled at once as failed; the run goes on."""
-
-
-class ZeroVariance(Options, frozen=True, tag="zero_variance", tag_field="filter"):
-    """A filter: rejects groups whose rewards are all equal, to within ``tolerance``; they teach a group-relative
-    advantage nothing. A group of one rollout is kept."""
-
-    tolerance: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least("tolerance", 0)
-
-    def __call__(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards is kept."""
-        return len(rewards) < 2 or max(rewards) - min(rewards) > self.tolerance
-
-
-FailurePolicy: TypeAlias = Retry | FailFast | Skip
-
-
 _MOST_OVERSAMPLE = 1000
-
-LEAST, MOST = 1e-9, 1e12
-"""Bounds of shares and of seconds: what lies beyond is a mistake, and would end in an infinity somewhere."""
-
-
-def failure_policy(given: FailurePolicy | Mapping[str, Any] | str) -> FailurePolicy:
-    """Return the policy that ``given`` describes: an object, ``"skip"``, or ``{"policy": "retry", ...}``.
-
-    Raises:
-        ConfigError: no such policy.
-    """
-    if isinstance(given, (Retry, FailFast, Skip)):
-        return given
-    plain: Any = {"policy": given} if isinstance(given, str) else given
-    try:
-        policy: FailurePolicy = msgspec.convert(plain, FailurePolicy)
-        return policy
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        allowed = "Retry(attempts=n), FailFast() or Skip(), or a dict with policy: retry, fail_fast or skip"
-        raise ConfigError.of("on_failure", given, f"{allowed} ({error})") from None
-
-
-class Reroll(Options, frozen=True, kw_only=False, tag="reroll", tag_field="policy"):
-    """Run again what has become too old, and keep what has not.
-
-    ``tail=1``: at once, and of a group only the members that are too old. ``tail=n``: whole groups, when n of them have
-    gathered (or the sources are at their end); until then they are in nobody's way, not even in that of ``capacity``.
-    """
-
-    tail: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._at_least("tail", 1)
-
-
-StalenessPolicy: TypeAlias = Literal["gate", "wait", "drop", "reroll", "mask"] | Reroll
-
-
-def staleness_policy(given: StalenessPolicy | Mapping[str, Any]) -> StalenessPolicy:
-    """Return the policy that ``given`` describes: a name, a :class:`Reroll`, or ``{"policy": "reroll", "tail": n}``.
-
-    Raises:
-        ConfigError: no such policy.
-    """
-    try:
-        policy: StalenessPolicy = msgspec.convert(given, StalenessPolicy)
-        return policy
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise ConfigError.of("staleness_policy", given, str(error.__cause__)) from None
-        allowed = "'gate', 'wait', 'drop', 'reroll', 'mask', Reroll(tail=n), or a dict with policy: reroll, is needed"
-        raise ConfigError.of("staleness_policy", given, allowed) from None
-
-
-def check_signals(option: str, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the numbers of signals.
-
-    Raises:
-        ConfigError: there is no such signal, or it cannot be handled.
-    """
-    numbers = []
-    for name in names:
-        number = getattr(signal, name, None) if name.startswith("SIG") else None
-        if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
-            raise ConfigError.of(option, name, "names of signals that can be handled are needed, such as 'SIGTERM'")
-        numbers.append(int(number))
-    return tuple(numbers)
-
-
-def calendar_time(given: float | str) -> float:
-    """Return a time in seconds since 1970.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        seconds = datetime.fromisoformat(given).timestamp() if isinstance(given, str) else float(given)
-    except (ValueError, OverflowError, OSError):
-        seconds = math.nan
-    if not abs(seconds) <= MOST:
-        raise ConfigError.of("stop_at", given, "seconds since 1970, or a time such as '2030-01-31T18:00', is needed")
-    return seconds
 
 
 class PipelineOptions(Options, frozen=True, kw_only=True):
