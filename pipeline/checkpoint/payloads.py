@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.draws import Drawn
 from pipeline.checkpoint.losses import Loss
-from pipeline.checkpoint.remains import Stretch, whole_frames, whole_payload
+from pipeline.checkpoint.remains import Stretch, whole_frames
 from pipeline.errors import Damaged, NewerFormat
 from pipeline.ledger import FINISHED, PENDING, UNREWARDED, Entry
 from pipeline.ledger.places import without_members
 from pipeline.records import HeldItem, Location, PartSaved
 from pipeline.store.codec import PayloadHeader, read_header
-from pipeline.store.files import open_plain
 from pipeline.store.frames import PAYLOAD
 from pipeline.store.layout import Layout
-from pipeline.store.segments import Place
+from pipeline.store.segments import PayloadReader, Place
 from pipeline.store.writer import StoreWriter
 
 _MOST = 4 << 20  # bytes that are held before they are written
@@ -60,7 +59,8 @@ class PayloadCopy:
     """Copies payloads out of a damaged run's segments into those of a new one."""
 
     def __init__(self, layout: Layout, run_tag: int, writer: StoreWriter) -> None:
-        self._layout, self._tag, self._writer = layout, run_tag, writer
+        self._layout, self._writer = layout, writer
+        self._reader = PayloadReader(layout, run_tag)
 
     def copy(self, places: Iterable[Place], lives: dict[int, int]) -> tuple[Places, list[Unreadable]]:
         """Copy what is whole.
@@ -115,32 +115,14 @@ class PayloadCopy:
 
     def _read(self, places: Iterable[Place]) -> Iterator[tuple[Place, bytes | str]]:
         """Yield each place with the payload, or with what is wrong there, file by file."""
-        by_file: dict[tuple[int, int, int], list[Place]] = {}
+        written = []
         for place in places:
-            at = place[2]
-            by_file.setdefault(at.segment_key, []).append(place)
-        for number, wanted in sorted(by_file.items()):
-            path = self._layout.segment(*number)
-            if number[2] < 0:
-                yield from ((place, f"{self._layout.segments}: the payload was never written") for place in wanted)
-                continue
-            wanted.sort(key=lambda place: place[2].offset)
-            try:
-                file = open_plain(path)
-            except OSError as error:
-                what = f"{path}: missing" if isinstance(error, FileNotFoundError) else str(error)
-                yield from ((place, what) for place in wanted)
-                continue
-            with file:
-                for place in wanted:
-                    yield place, self._payload(file, path, place)
-
-    def _payload(self, file: BinaryIO, path: str, place: Place) -> bytes | str:
-        uid, member, at = place
-        try:
-            return whole_payload(file, at.offset, path, (self._tag, uid, member)).payload
-        except Damaged as error:
-            return str(error)
+            if place[2].segment < 0:
+                yield place, f"{self._layout.segments}: the payload was never written"
+            else:
+                written.append(place)
+        for place, found in self._reader.each(written):
+            yield place, str(found) if isinstance(found, Damaged) else found
 
 
 def finished_places(entries: Iterable[Entry], places: Places) -> list[Place]:

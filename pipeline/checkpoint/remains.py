@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
-from pipeline.errors import Damaged, NewerFormat
+from pipeline.errors import NewerFormat
 from pipeline.store.files import open_plain
-from pipeline.store.frames import ALIGN, EVENTS, PAYLOAD, SYNCED, Frame, frame_bytes, read_frame
+from pipeline.store.frames import ALIGN, EVENTS, SYNCED, Frame, frame_bytes, read_frame
 from pipeline.store.journal import JournalPosition, Logged, events_of
 from pipeline.store.layout import JournalName
 
@@ -132,24 +132,3 @@ def _hole(name: JournalName, at: Stretch, first: int, events: int) -> Hole:
     what = f"{name.path} at byte {at.offset}: "
     what += f"{at.bytes} bytes hold no whole record" if at.bytes else "records are missing"
     return Hole(name, at.offset, at.bytes, first, max(0, events), what)
-
-
-def whole_payload(file: BinaryIO, offset: int, where: str, wanted: tuple[int, int, int]) -> Frame:
-    """Return the payload frame at ``offset``.
-
-    Args:
-        file: the segment.
-        offset: where the frame begins.
-        where: the segment's path.
-        wanted: run tag, uid and member that it must be of.
-
-    Raises:
-        Damaged: it is not there, or not whole.
-    """
-    frame = frame_at(file, offset, where)
-    header = frame.header if frame is not None else None
-    if frame is None or header is None or (header.run_tag, header.sequence, header.number) != wanted:
-        raise Damaged(f"{where} at byte {offset}: the payload is damaged or missing")
-    if header.kind != PAYLOAD:
-        raise Damaged(f"{where} at byte {offset}: there is a record of kind {header.kind}, and no payload")
-    return frame

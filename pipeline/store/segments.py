@@ -104,6 +104,10 @@ class PayloadReader:
         """Read every place, and return those that are not whole, each with what is wrong; nothing is kept."""
         return [(place, found) for place, found in self._look(places, keep=False) if isinstance(found, Damaged)]
 
+    def each(self, places: Iterable[Place]) -> Iterator[tuple[Place, bytes | Damaged]]:
+        """Yield each place with its blob, or with what is wrong there; file by file, and one blob at a time."""
+        return self._look(places, keep=True)
+
     def _look(self, places: Iterable[Place], *, keep: bool) -> Iterator[tuple[Place, bytes | Damaged]]:
         """Yield each place with what lies there, file by file; without ``keep`` with nothing, if that is whole."""
         by_file: dict[tuple[int, int, int], list[Place]] = {}
