@@ -15,7 +15,7 @@ import time
 def main(folder: str, size: int, row: int, repeats: int) -> list[float]:
     """Fill a buffer once and dump it to a new folder ``repeats`` times."""
     import torch
-    from tensordict import TensorDict  # type: ignore[import-not-found]  # it is where this runs, and not here
+    from tensordict import TensorDict  # it is where this runs, and not here
     from torchrl.data import LazyTensorStorage, ReplayBuffer  # type: ignore[import-not-found]
 
     rows = max(1, size // row)

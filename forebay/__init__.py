@@ -22,8 +22,10 @@ def _ours(name: str) -> ModuleType:
 _ours("pipeline")
 _ours("tasks")
 
+from pipeline import Anneal as Anneal  # noqa: E402
 from pipeline import Batch as Batch  # noqa: E402
 from pipeline import ClosedError as ClosedError  # noqa: E402
+from pipeline import Column as Column  # noqa: E402
 from pipeline import Committed as Committed  # noqa: E402
 from pipeline import ConfigError as ConfigError  # noqa: E402
 from pipeline import Context as Context  # noqa: E402
@@ -31,26 +33,33 @@ from pipeline import Damaged as Damaged  # noqa: E402
 from pipeline import EndOfSource as EndOfSource  # noqa: E402
 from pipeline import Evaluation as Evaluation  # noqa: E402
 from pipeline import FailFast as FailFast  # noqa: E402
+from pipeline import Fields as Fields  # noqa: E402
 from pipeline import ForebayError as ForebayError  # noqa: E402
 from pipeline import Group as Group  # noqa: E402
 from pipeline import GroupsRejected as GroupsRejected  # noqa: E402
 from pipeline import Item as Item  # noqa: E402
 from pipeline import LearningSource as LearningSource  # noqa: E402
+from pipeline import Limiter as Limiter  # noqa: E402
 from pipeline import Locked as Locked  # noqa: E402
 from pipeline import NewerFormat as NewerFormat  # noqa: E402
 from pipeline import NotARun as NotARun  # noqa: E402
+from pipeline import Ordered as Ordered  # noqa: E402
 from pipeline import OtherRun as OtherRun  # noqa: E402
 from pipeline import Pipeline as Pipeline  # noqa: E402
 from pipeline import PipelineOptions as PipelineOptions  # noqa: E402
+from pipeline import Prioritized as Prioritized  # noqa: E402
 from pipeline import Progress as Progress  # noqa: E402
 from pipeline import ProgressBar as ProgressBar  # noqa: E402
+from pipeline import ReplayBuffer as ReplayBuffer  # noqa: E402
 from pipeline import Reroll as Reroll  # noqa: E402
 from pipeline import Resumed as Resumed  # noqa: E402
 from pipeline import Retry as Retry  # noqa: E402
 from pipeline import Rollout as Rollout  # noqa: E402
 from pipeline import RolloutFailed as RolloutFailed  # noqa: E402
 from pipeline import RolloutInvalid as RolloutInvalid  # noqa: E402
+from pipeline import Schema as Schema  # noqa: E402
 from pipeline import Skip as Skip  # noqa: E402
+from pipeline import Slices as Slices  # noqa: E402
 from pipeline import Source as Source  # noqa: E402
 from pipeline import SourceMark as SourceMark  # noqa: E402
 from pipeline import SourceMismatch as SourceMismatch  # noqa: E402
@@ -61,8 +70,12 @@ from pipeline import StoreError as StoreError  # noqa: E402
 from pipeline import Stream as Stream  # noqa: E402
 from pipeline import SyncPipeline as SyncPipeline  # noqa: E402
 from pipeline import Task as Task  # noqa: E402
+from pipeline import TimedOut as TimedOut  # noqa: E402
 from pipeline import Trace as Trace  # noqa: E402
+from pipeline import TransitionBatch as TransitionBatch  # noqa: E402
+from pipeline import Uniform as Uniform  # noqa: E402
 from pipeline import UsageError as UsageError  # noqa: E402
+from pipeline import WithoutReplacement as WithoutReplacement  # noqa: E402
 from pipeline import WriteFailed as WriteFailed  # noqa: E402
 from pipeline import ZeroVariance as ZeroVariance  # noqa: E402
 from pipeline import configure as configure  # noqa: E402

@@ -2,11 +2,22 @@
 
 from pipeline.buffer import Batch as Batch
 from pipeline.buffer import Group as Group
+from pipeline.buffer.transitions.batch import TransitionBatch as TransitionBatch
+from pipeline.buffer.transitions.columns import Column as Column
+from pipeline.buffer.transitions.columns import Schema as Schema
+from pipeline.config import Anneal as Anneal
 from pipeline.config import FailFast as FailFast
+from pipeline.config import Fields as Fields
+from pipeline.config import Limiter as Limiter
+from pipeline.config import Ordered as Ordered
 from pipeline.config import PipelineOptions as PipelineOptions
+from pipeline.config import Prioritized as Prioritized
 from pipeline.config import Reroll as Reroll
 from pipeline.config import Retry as Retry
 from pipeline.config import Skip as Skip
+from pipeline.config import Slices as Slices
+from pipeline.config import Uniform as Uniform
+from pipeline.config import WithoutReplacement as WithoutReplacement
 from pipeline.config import ZeroVariance as ZeroVariance
 from pipeline.errors import ClosedError as ClosedError
 from pipeline.errors import ConfigError as ConfigError
@@ -24,6 +35,7 @@ from pipeline.errors import SourceMismatch as SourceMismatch
 from pipeline.errors import Starved as Starved
 from pipeline.errors import Stopped as Stopped
 from pipeline.errors import StoreError as StoreError
+from pipeline.errors import TimedOut as TimedOut
 from pipeline.errors import UsageError as UsageError
 from pipeline.errors import WriteFailed as WriteFailed
 from pipeline.interfaces import LearningSource as LearningSource
@@ -37,6 +49,7 @@ from pipeline.records import Item as Item
 from pipeline.records import Rollout as Rollout
 from pipeline.records import SourceMark as SourceMark
 from pipeline.records import Trace as Trace
+from pipeline.replay import ReplayBuffer as ReplayBuffer
 from pipeline.runner.context import Context as Context
 from pipeline.sampler import Progress as Progress
 from pipeline.sync_form import SyncPipeline as SyncPipeline

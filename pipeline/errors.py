@@ -13,6 +13,7 @@
     │   └── GroupsRejected                   its filter, or what the filter rejects without end
     ├── EndOfSource          (EOFError)      a finite source has nothing left
     ├── Starved              (RuntimeError)  waiting cannot help: nothing can be produced
+    ├── TimedOut             (TimeoutError)  a limiter did not let it through in time
     ├── SourceError          (ValueError)
     │   └── SourceMismatch                   the run was begun with another source
     └── StoreError           (OSError)       what lies, or should lie, on the disk
@@ -86,6 +87,10 @@ class EndOfSource(ForebayError, EOFError):
 
 class Starved(ForebayError, RuntimeError):
     """Waiting cannot help: nothing that could still be produced would be accepted."""
+
+
+class TimedOut(ForebayError, TimeoutError):
+    """A buffer's limiter did not let rows through in the time that was given; nothing was changed."""
 
 
 class SourceError(ForebayError, ValueError):

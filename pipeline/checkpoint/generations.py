@@ -312,10 +312,8 @@ class Kept(NamedTuple):
 
     def choose(self, stored: list[Stored]) -> set[int]:
         """Return the numbers of those that stay, of ``stored`` by rising number."""
-        if self.steps is None:
-            return {each.manifest.generation for each in stored}
-        newest = {each.manifest.step: each.manifest.generation for each in stored}
         kept = self.recent(stored)
+        newest = {each.manifest.step: each.manifest.generation for each in stored}
         if self.every is not None:
             kept |= {number for step, number in newest.items() if step % self.every == 0}
         if self.within_s is not None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +22,7 @@ from pipeline.errors import Damaged, UsageError
 from pipeline.store.blocks import crc32c_more, crc32c_of_file
 from pipeline.store.codec import TensorBytes, read_blob, tensor_bytes
 from pipeline.store.files import FilesLike, open_plain, plain_handle
+from pipeline.store.memory import available_memory
 from pipeline.store.plain import MARK, PlainValueError, from_plain, to_plain
 
 TREE_KEY = "__tree__"
@@ -204,16 +203,6 @@ def _mapped_checked(path: str, *, size: int, checksum: str) -> memoryview:
         return memoryview(mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     finally:
         os.close(handle)
-
-
-def available_memory() -> int:
-    """Return how many bytes of memory can be had without swapping, as far as the system tells; else very many."""
-    try:
-        with open("/proc/meminfo", "rb") as file:
-            found = re.search(rb"^MemAvailable:\s+(\d+) kB", file.read(), re.MULTILINE)
-    except OSError:
-        found = None
-    return sys.maxsize if found is None else int(found[1]) * 1024
 
 
 def check_file(path: str, *, size: int, checksum: str | None) -> None:

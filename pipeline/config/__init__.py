@@ -14,5 +14,16 @@ from pipeline.config.policies import StalenessPolicy as StalenessPolicy
 from pipeline.config.policies import ZeroVariance as ZeroVariance
 from pipeline.config.policies import failure_policy as failure_policy
 from pipeline.config.policies import staleness_policy as staleness_policy
+from pipeline.config.replay import Fields as Fields
+from pipeline.config.replay import Limiter as Limiter
+from pipeline.config.replay import ReplayOptions as ReplayOptions
+from pipeline.config.selecting import Anneal as Anneal
+from pipeline.config.selecting import Ordered as Ordered
+from pipeline.config.selecting import Prioritized as Prioritized
+from pipeline.config.selecting import Selection as Selection
+from pipeline.config.selecting import Uniform as Uniform
+from pipeline.config.selecting import WithoutReplacement as WithoutReplacement
+from pipeline.config.selecting import selection as selection
+from pipeline.config.sequences import Slices as Slices
 from pipeline.config.triggers import calendar_time as calendar_time
 from pipeline.config.triggers import check_signals as check_signals

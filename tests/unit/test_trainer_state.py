@@ -15,9 +15,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pipeline.checkpoint.trainer_state import TREE_KEY, CapturedState, available_memory, read_state
+from pipeline.checkpoint.trainer_state import TREE_KEY, CapturedState, read_state
 from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.store.files import OsFiles
+from pipeline.store.memory import available_memory
 from tests.support.disk import ScriptedFiles, no_space
 
 

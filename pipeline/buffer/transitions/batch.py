@@ -1,0 +1,196 @@
+"""What a replay buffer hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from pipeline.buffer.transitions.columns import Arrays
+from pipeline.buffer.transitions.layout import EPISODE, PLACE, VERSION, RowLayout
+from pipeline.errors import ConfigError
+
+Kind = Literal["torch", "numpy"]
+
+
+class TransitionBatch:
+    """Rows by column: ``batch["obs"]`` is [n, ...], or [n, window, ...] of slices; all of it is the caller's.
+
+    A group of columns that were given nested comes back as a dict of them. What is not a column:
+
+    Attributes:
+        keys: [n] int64 array: what :meth:`~pipeline.replay.ReplayBuffer.update_priorities` takes.
+        weights: [n] float32: importance weights; ones where every row is drawn alike.
+        mask: [n, window] bool, of slices: whether the row is one of its own; else None.
+        discount: [n] float32, with ``gamma``: what the value of ``next_obs`` is multiplied with; else None.
+        steps: [n] int64 array, with ``gamma``: how many rewards were summed; else None.
+        burn_in, bootstrap: of slices: how many rows at the beginning and at the end are not to be learned from.
+    """
+
+    __slots__ = (
+        "_arrays",
+        "_discount",
+        "_layout",
+        "_mask",
+        "_records",
+        "_weights",
+        "bootstrap",
+        "burn_in",
+        "keys",
+        "kind",
+        "steps",
+    )
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        records: np.ndarray,
+        arrays: Arrays,
+        keys: np.ndarray,
+        kind: Kind,
+        *,
+        weights: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+        discount: np.ndarray | None = None,
+        steps: np.ndarray | None = None,
+        burn_in: int = 0,
+        bootstrap: int = 0,
+    ) -> None:
+        self._layout, self._records, self._arrays = layout, records, arrays
+        self.keys, self.kind = keys, kind
+        self._weights, self._mask, self._discount = weights, mask, discount
+        self.steps = steps
+        self.burn_in, self.bootstrap = burn_in, bootstrap
+
+    def __getitem__(self, name: str) -> Any:
+        array = self._arrays.get(name)
+        if array is not None:
+            return self._out(array, name)
+        inner = {each[len(name) + 1 :]: self[each] for each in self._arrays if each.startswith(f"{name}.")}
+        if not inner:
+            raise KeyError(f"{name!r}: the batch has {', '.join(sorted(self._arrays))}")
+        return _nested(inner)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns, each nested group as one."""
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self._arrays))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        """How many rows, or slices, were drawn."""
+        return len(self.keys)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays or name in self.columns
+
+    def _out(self, array: np.ndarray, name: str = "") -> Any:
+        if self.kind == "numpy":
+            if name and self._layout.column(name).torch_only is not None:
+                raise ConfigError(f"column {name}: numpy has no such dtype; use batch.torch()", option="returns")
+            return array
+        tensor = torch.from_numpy(array)
+        if name:
+            special = self._layout.torch_only.get(name)
+            if special is not None:
+                return tensor.view(special)
+        return tensor
+
+    def _optional(self, array: np.ndarray | None) -> Any:
+        return None if array is None else self._out(array)
+
+    @property
+    def weights(self) -> Any:
+        if self._weights is None:
+            self._weights = np.ones(len(self.keys), np.float32)
+        return self._out(self._weights)
+
+    @property
+    def mask(self) -> Any:
+        return self._optional(self._mask)
+
+    @property
+    def discount(self) -> Any:
+        return self._optional(self._discount)
+
+    @property
+    def versions(self) -> Any:
+        """[n] or [n, window] int32: the version of the weights that made each row."""
+        return self._out(self._records[VERSION])
+
+    @property
+    def episodes(self) -> Any:
+        """[n] or [n, window] int64: the number of each row's episode."""
+        return self._out(self._records[EPISODE])
+
+    @property
+    def places(self) -> Any:
+        """[n] or [n, window] int32: the place of each row in its episode, from 0."""
+        return self._out(self._records[PLACE])
+
+    def torch(self) -> TransitionBatch:
+        """Return the same batch, giving out tensors."""
+        return self._as("torch")
+
+    def numpy(self) -> TransitionBatch:
+        """Return the same batch, giving out arrays."""
+        return self._as("numpy")
+
+    def _as(self, kind: Kind) -> TransitionBatch:
+        return TransitionBatch(
+            self._layout,
+            self._records,
+            self._arrays,
+            self.keys,
+            kind,
+            weights=self._weights,
+            mask=self._mask,
+            discount=self._discount,
+            steps=self.steps,
+            burn_in=self.burn_in,
+            bootstrap=self.bootstrap,
+        )
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> dict[str, Any]:
+        """Return the columns, nested as they were given, on a device; with ``weights``, and ``discount`` and ``mask``
+        where there are such, unless a column has that name."""
+        batch = self.torch()
+        found = {name: batch[name] for name in batch.columns}
+        extras = {"weights": batch.weights, "discount": batch.discount, "mask": batch.mask}
+        found |= {name: each for name, each in extras.items() if each is not None and name not in found}
+        return {name: _moved(each, device, non_blocking) for name, each in found.items()}
+
+    def tensordict(self) -> Any:
+        """Return a ``TensorDict`` of the columns, as :meth:`to` gives them.
+
+        Raises:
+            ImportError: tensordict is not installed.
+        """
+        from tensordict import TensorDict
+
+        return TensorDict(self.to("cpu"), batch_size=[len(self.keys)])
+
+    def __repr__(self) -> str:
+        columns = ", ".join(f"{name}{list(array.shape)}" for name, array in sorted(self._arrays.items()))
+        return f"TransitionBatch({columns})"
+
+
+def _nested(columns: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in columns.items():
+        outer, dot, inner = name.partition(".")
+        if dot:
+            found.setdefault(outer, {})[inner] = value
+        else:
+            found[outer] = value
+    return {name: _nested(value) if isinstance(value, dict) else value for name, value in found.items()}
+
+
+def _moved(value: Any, device: Any, non_blocking: bool) -> Any:
+    if isinstance(value, dict):
+        return {name: _moved(each, device, non_blocking) for name, each in value.items()}
+    return value.to(device, non_blocking=non_blocking)

@@ -1,0 +1,234 @@
+"""The columns of a transition: their names, dtypes and shapes, and the checks that a row must pass.
+
+A row of small columns is one packed record, so that one gather serves all of them; a column of a kilobyte or more (an
+image) lies in an array of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from pipeline.errors import ConfigError
+
+Rows = Mapping[str, Any]
+"""Columns by name; a mapping in it stands for columns named ``outer.inner``."""
+Arrays = dict[str, np.ndarray]
+
+LARGE = 1024
+"""Bytes from which on a column lies in an array of its own."""
+
+# numpy has no such types: their bits are held as integers of the same size.
+_BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16)} | {
+    kind: np.dtype(np.uint8)
+    for name in ("float8_e4m3fn", "float8_e5m2")
+    if (kind := getattr(torch, name, None)) is not None
+}
+_KINDS = "biufc"
+
+
+class Column(msgspec.Struct, frozen=True, dict=True):
+    """One column: what is held for it in each row."""
+
+    name: str
+    dtype: str
+    """As numpy spells it (``float32``, ``bool``), or ``bfloat16``, ``float8_e4m3fn``, ``float8_e5m2``."""
+    shape: tuple[int, ...] = ()
+
+    @cached_property
+    def bits(self) -> np.dtype[Any]:
+        """The numpy dtype in which it is held."""
+        special = getattr(torch, self.dtype, None)
+        return _BITS[special] if special in _BITS else np.dtype(self.dtype)
+
+    @cached_property
+    def numpy(self) -> np.dtype[Any] | None:
+        """The numpy dtype that it is; None if there is none like it."""
+        return None if self.torch_only is not None else self.bits
+
+    @cached_property
+    def torch_only(self) -> torch.dtype | None:
+        """The torch dtype, if numpy has none like it."""
+        special = getattr(torch, self.dtype, None)
+        return special if special in _BITS else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a row."""
+        return self.bits.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)}"
+
+
+def flat(rows: Rows, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of every column, nested ones as ``outer.inner``."""
+    for name, value in rows.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def as_array(name: str, value: Any) -> tuple[np.ndarray, str]:
+    """Return a column's values as an array, and the name of its dtype.
+
+    Raises:
+        ConfigError: they are no numbers.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.layout != torch.strided:
+            raise ConfigError.of(name, str(value.layout), "a dense tensor is needed; make it one with to_dense()")
+        bits = _BITS.get(value.dtype)
+        if bits is not None:
+            plain = value.cpu().contiguous().view(torch.int16 if bits.itemsize == 2 else torch.uint8).numpy()
+            return plain, str(value.dtype).removeprefix("torch.")
+        value = value.cpu().resolve_conj().resolve_neg().numpy()
+    if isinstance(value, np.ma.MaskedArray):
+        raise ConfigError(f"column {name}: a masked array; give its data and its mask as two columns", option=name)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ConfigError(f"column {name}: rows of one shape are needed ({error})", option=name) from None
+    if array.dtype.kind not in _KINDS or array.dtype.itemsize > 16 or array.dtype == np.longdouble:
+        raise ConfigError(
+            f"column {name}: {array.dtype} values cannot be stored; encode them as numbers or bools", option=name
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array, array.dtype.name
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """The columns of every row, in the order of their names."""
+
+    columns: tuple[Column, ...]
+
+    @classmethod
+    def of(cls, rows: Rows, *, leading: bool = True) -> Schema:
+        """Return the schema of rows [n, ...], or of one row without its leading axis.
+
+        Raises:
+            ConfigError: there is no column, or one has no leading axis or cannot be stored.
+        """
+        columns = []
+        for name, value in sorted(flat(rows)):
+            array, dtype = as_array(name, value)
+            if leading and array.ndim == 0:
+                raise ConfigError(
+                    f"column {name}: a single number, where [n, ...] is needed; `append` takes one row", option=name
+                )
+            columns.append(Column(name, dtype, array.shape[leading:]))
+        if not columns:
+            raise ConfigError("rows={}: at least one column is needed", option="rows")
+        return cls(tuple(columns))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all columns."""
+        return frozenset(column.name for column in self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of content in a row."""
+        return sum(column.nbytes for column in self.columns)
+
+    def column(self, name: str) -> Column:
+        """Return a column by its name.
+
+        Raises:
+            ConfigError: there is none; the message lists those that there are.
+        """
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise ConfigError(f"column {name!r}: there is none; there are {', '.join(sorted(self.names))}", option=name)
+
+    def fits(self, row: Rows) -> bool:
+        """Whether one row has every column in its very dtype and shape, as arrays or numbers: the common case,
+        quickly."""
+        if len(row) != len(self.columns):
+            return False
+        for column in self.columns:
+            value = row.get(column.name)
+            if value.__class__ is np.ndarray:
+                if value.dtype != column.numpy or value.shape != column.shape:
+                    return False
+            elif value.__class__ is bool:
+                if column.dtype != "bool" or column.shape:
+                    return False
+            elif value.__class__ is float:
+                if column.dtype not in ("float32", "float64") or column.shape or not -3e38 < value < 3e38:
+                    return False
+            else:
+                return False
+        return True
+
+    def check(self, rows: Rows, *, leading: bool = True) -> tuple[Arrays, int]:
+        """Return the columns of rows [n, ...] (or of one row without that axis) as arrays, and n. Nothing is copied
+        that need not be.
+
+        Raises:
+            ConfigError: a column is missing or unknown, or has another shape, or values that its dtype cannot hold.
+        """
+        given = dict(flat(rows))
+        if given.keys() != self.names:
+            self._refuse_names(given)
+        arrays: Arrays = {}
+        count = -1
+        for column in self.columns:
+            array, dtype = as_array(column.name, given[column.name])
+            if leading and array.ndim == 0:
+                raise ConfigError(f"column {column.name}: a single number, where [n, ...] is needed", option="rows")
+            if array.shape[leading:] != column.shape:
+                found = list(array.shape[leading:])
+                raise ConfigError(
+                    f"column {column.name}: shape {found} in a row, {list(column.shape)} expected", option=column.name
+                )
+            if leading and count not in (-1, len(array)):
+                raise ConfigError(
+                    f"column {column.name}: {len(array)} rows, where the columns before it have {count}",
+                    option=column.name,
+                )
+            count = len(array) if leading else 1
+            arrays[column.name] = array if dtype == column.dtype else _cast(column, array, dtype)
+        return arrays, count
+
+    def _refuse_names(self, given: Mapping[str, Any]) -> None:
+        missing, unknown = sorted(self.names - given.keys()), sorted(given.keys() - self.names)
+        said = [f"{', '.join(missing)} missing"] if missing else []
+        said += [f"{', '.join(unknown)} unknown"] if unknown else []
+        raise ConfigError(f"columns: {'; '.join(said)}; each row has {', '.join(sorted(self.names))}", option="rows")
+
+
+def _cast(column: Column, array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return values in the column's dtype: floats may be rounded to a narrower float, all else must stay what it is."""
+    if column.torch_only is None and np.dtype(dtype) == array.dtype:  # none of the two is held as bits
+        with np.errstate(all="ignore"):
+            cast = array.astype(column.bits)
+        floats = array.dtype.kind == column.bits.kind == "f"
+        if floats:
+            if np.array_equal(np.isfinite(cast), np.isfinite(array)):
+                return cast
+        elif array.dtype.kind == "b" or column.bits.kind != "b":
+            back = cast.astype(array.dtype) if column.bits.kind != "c" or array.dtype.kind == "c" else cast.real
+            finite = array.dtype.kind != "f" or bool(np.isfinite(array).all())
+            if finite and np.array_equal(back, array) and not _sign_lost(cast, array):
+                return cast
+    raise ConfigError(
+        f"column {column.name}: {dtype} values that {column.dtype} cannot hold; convert them before they are added",
+        option=column.name,
+    )
+
+
+def _sign_lost(cast: np.ndarray, array: np.ndarray) -> bool:
+    """Whether a wrap-around made the values equal again on the way back: uint64 to int64 and the reverse."""
+    if array.dtype.kind == "u" and cast.dtype.kind == "i":
+        return bool((cast < 0).any())
+    return array.dtype.kind == "i" and cast.dtype.kind == "u" and bool((array < 0).any())

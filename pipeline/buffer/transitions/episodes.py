@@ -1,0 +1,232 @@
+"""Which rows follow each other: the marks of new rows by environment, and how long each episode is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.buffer.transitions.layout import OPEN
+
+Ints = np.ndarray
+
+
+class Marks(NamedTuple):
+    """Marks of n new rows, and the links from rows that were there."""
+
+    episode: Ints
+    place: Ints
+    ahead: Ints
+    behind: Ints
+    linked: Ints
+    """Keys of older rows that go on in these."""
+    distances: Ints
+    """How far each of them lies before its next row."""
+    stride: int
+    """How far each row lies before the next of its episode, if that is the same for all within the block; else 0."""
+
+
+class Lengths:
+    """How many rows each episode has had, and the key of its first; by the episode's number, which is never reused."""
+
+    def __init__(self) -> None:
+        self.base = 0
+        """Episodes before this one are forgotten: none of their rows is left."""
+        self._length = np.zeros(64, np.int32)
+        self._first = np.zeros(64, np.int64)
+        self._end = 0
+
+    def note(self, episodes: Ints, places: Ints, key: int) -> None:
+        """Take in rows, the first of which has the key ``key``."""
+        top = int(episodes.max()) + 1
+        self._reach(top)
+        low = int(episodes.min())
+        self._length[low - self.base : top - self.base] += np.bincount(episodes - low).astype(np.int32)
+        begins = np.flatnonzero(places == 0)
+        self._first[episodes[begins] - self.base] = key + begins
+
+    def note_one(self, episode: int, place: int, key: int) -> None:
+        """Take in one row."""
+        at = episode - self.base
+        if place == 0:
+            self._reach(episode + 1)
+            self._first[at] = key
+        self._length[at] = place + 1
+
+    def of(self, episodes: Ints) -> Ints:
+        """Return how many rows episodes have had."""
+        lengths: Ints = self._length[episodes - self.base]
+        return lengths
+
+    def first(self, episodes: Ints) -> Ints:
+        """Return the keys of the first rows of episodes; they may be gone."""
+        firsts: Ints = self._first[episodes - self.base]
+        return firsts
+
+    @property
+    def held(self) -> int:
+        """How many episodes are remembered."""
+        return self._end
+
+    def trim(self, oldest: int) -> None:
+        """Forget the episodes before ``oldest``."""
+        gone = oldest - self.base
+        if gone > 0:
+            kept = self._end - gone
+            self._length, self._first = self._length[gone:].copy(), self._first[gone:].copy()
+            self.base, self._end = oldest, max(0, kept)
+            self._grow(64)
+
+    def _reach(self, top: int) -> None:
+        self._end = max(self._end, top - self.base)
+        self._grow(self._end)
+
+    def _grow(self, least: int) -> None:
+        if least > len(self._length):
+            more = max(least, 2 * len(self._length)) - len(self._length)
+            self._length = np.concatenate([self._length, np.zeros(more, np.int32)])
+            self._first = np.concatenate([self._first, np.zeros(more, np.int64)])
+
+
+class Episodes:
+    """The open episode of each environment, and the length of every episode.
+
+    An environment is a number from 0 on that the caller gave it. Rows of one environment come in their order in time;
+    those of several may come in any mixture.
+    """
+
+    def __init__(self) -> None:
+        # By environment, of the open episode: key of its newest row (-1: there is none), its number, place of that row.
+        self._tails = np.full((3, 8), -1, np.int64)
+        self._hot: tuple[int, int, int, int] | None = (
+            None  # (environment, key, number, place) instead of what lies there
+        )
+        self.lengths = Lengths()
+        self.next = 0
+        """The number of the next episode."""
+
+    def _tail(self, env: int) -> tuple[int, int, int]:
+        if env >= self._tails.shape[1]:
+            more = np.full((3, max(env + 1, 2 * self._tails.shape[1]) - self._tails.shape[1]), -1, np.int64)
+            self._tails = np.concatenate([self._tails, more], axis=1)
+        key, number, place = self._tails[:, env].tolist()
+        return key, number, place
+
+    def _cool(self) -> None:
+        """Put what :meth:`append` keeps at hand where it belongs."""
+        if self._hot is not None:
+            self._tails[:, self._hot[0]] = self._hot[1:]
+            self._hot = None
+
+    def append(self, key: int, env: int, end: int) -> tuple[int, int, int]:
+        """Note one row; return its episode, its place, and how far behind it the row before lies, or 0."""
+        hot = self._hot
+        if hot is None or hot[0] != env:
+            self._cool()
+            hot = (env, *self._tail(env))
+        _, last, episode, place = hot
+        if last < 0:
+            behind, episode, place = 0, self.next, 0
+            self.next += 1
+        else:
+            behind, place = key - last, place + 1
+        self._hot = (env, key if end == OPEN else -1, episode, place)
+        self.lengths.note_one(episode, place, key)
+        return episode, place, behind
+
+    def extend(self, key: int, envs: Ints, ends: Ints) -> Marks:
+        """Note a block whose row t * E + e is of environment ``envs[e]``.
+
+        Args:
+            key: of the first row.
+            envs: [E], each once.
+            ends: [n] how the episode ends with the row, 0: it goes on; n is a multiple of E, and not 0.
+        """
+        self._cool()
+        marks = self._block(key, envs, ends)
+        self.lengths.note(marks.episode, marks.place, key)
+        return marks
+
+    def _block(self, key: int, envs: Ints, ends: Ints) -> Marks:
+        width = len(envs)
+        ended = (ends != OPEN).reshape(-1, width)
+        length = len(ended)
+        self._tail(int(envs.max()))
+        last_key, last_number, last_place = self._tails[:, envs]
+        went_on = last_key >= 0
+        ahead = np.where(ended, 0, width)
+        ahead[-1] = 0
+        behind = np.zeros((length, width), np.int64)
+        behind[1:] = ahead[:-1]
+        behind[0] = np.where(went_on, key + np.arange(width) - last_key, 0)
+        # Within the block, the number of ends before a row tells its episode apart from others of its environment.
+        before = np.zeros((length, width), np.int64)
+        np.cumsum(ended[:-1], axis=0, out=before[1:])
+        rows = np.arange(length)[:, None]
+        begun = np.zeros((length, width), np.int64)
+        np.maximum.accumulate(np.where(ended[:-1], rows[1:], 0), axis=0, out=begun[1:])
+        first = (before == 0) & went_on
+        place = rows - begun + np.where(first, last_place + 1, 0)
+        new = before[-1] + ~went_on
+        numbers = self.next + np.cumsum(new) - new - went_on
+        episode = np.where(first, last_number, numbers + before)
+        self.next += int(new.sum())
+        keys = key + (length - 1) * width + np.arange(width)
+        self._tails[:, envs] = np.where(ended[-1], -1, keys), episode[-1], place[-1]
+        distances = behind[0][went_on]
+        flat = [each.reshape(-1) for each in (episode, place, ahead, behind)]
+        return Marks(flat[0], flat[1], flat[2], flat[3], last_key[went_on], distances, width)
+
+    def mixed(self, key: int, envs: Ints, ends: Ints) -> Marks:
+        """Note a block whose row i is of environment ``envs[i]``, in any mixture."""
+        self._cool()
+        order = np.argsort(envs, kind="stable")
+        names, starts = np.unique(envs[order], return_index=True)
+        episode, place, ahead, behind = (np.zeros(len(envs), np.int64) for _ in range(4))
+        linked, distances = [], []
+        for env, rows in zip(names.tolist(), np.split(order, starts[1:]), strict=True):
+            of_env = self._block(0, np.array([env]), ends[rows])
+            episode[rows], place[rows] = of_env.episode, of_env.place
+            ahead[rows[:-1]] = np.where(of_env.ahead[:-1] > 0, np.diff(rows), 0)
+            behind[rows[1:]] = ahead[rows[:-1]]
+            for last in of_env.linked.tolist():
+                behind[rows[0]] = key + int(rows[0]) - last
+                linked.append(last)
+                distances.append(int(behind[rows[0]]))
+            if self._tails[0, env] >= 0:
+                self._tails[0, env] = int(rows[-1]) + key
+        self.lengths.note(episode, place, key)
+        return Marks(episode, place, ahead, behind, np.array(linked, np.int64), np.array(distances, np.int64), 0)
+
+    def cut(self, env: int | None = None) -> list[int]:
+        """Close the open episode of an environment, or of all; return the keys of the rows that end so."""
+        self._cool()
+        if env is None:
+            where = np.flatnonzero(self._tails[0] >= 0)
+        else:
+            where = np.array([env] * (self._tail(env)[0] >= 0), np.int64)
+        keys: list[int] = self._tails[0, where].tolist()
+        self._tails[0, where] = -1
+        return keys
+
+    def open(self) -> Ints:
+        """Return the numbers of the open episodes."""
+        self._cool()
+        numbers: Ints = self._tails[1, self._tails[0] >= 0]
+        return numbers
+
+    def state(self) -> list[list[int]]:
+        """Return [environment, key, episode, place] of every open episode."""
+        self._cool()
+        where = np.flatnonzero(self._tails[0] >= 0)
+        state: list[list[int]] = np.column_stack([where, *self._tails[:, where]]).tolist()
+        return state
+
+    def load(self, state: list[list[int]], next_episode: int) -> None:
+        """Take back what :meth:`state` gave."""
+        self._hot = None
+        self._tails = np.full((3, 8), -1, np.int64)
+        for env, *tail in state:
+            self._tail(env)
+            self._tails[:, env] = tail
+        self.next = next_episode

@@ -1,0 +1,115 @@
+"""Drawing in proportion to priorities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sums import SumTree
+from pipeline.config import Anneal, Prioritized
+from pipeline.errors import Starved
+
+
+class PriorityDrawer(Drawer):
+    """Row i with probability ``p_i^alpha / sum_k p_k^alpha``; see :class:`~pipeline.config.Prioritized`."""
+
+    def __init__(self, ring: Ring, options: Prioritized) -> None:
+        super().__init__(ring)
+        self.options = options
+        self.tree = SumTree(ring.capacity)
+        self.batches = 0
+        """How many batches were drawn: the position of an annealed exponent."""
+        self._ever = 0.0  # the largest priority that there ever was, to the power of alpha
+        self._pending = ring.added  # rows from this key on are not in the tree yet
+
+    @property
+    def beta(self) -> float:
+        """The exponent of the weights for the next batch."""
+        beta = self.options.beta
+        return beta.at(self.batches) if isinstance(beta, Anneal) else beta
+
+    def added(self, first: int, count: int) -> None:
+        self._pending = min(self._pending, first)  # one row at a time would cost more than its copy
+
+    def _settle(self) -> None:
+        """Give the rows that are new their priority: nothing has changed since they came."""
+        ring = self.ring
+        first = max(self._pending, ring.oldest)
+        count = ring.added - first
+        self._pending = ring.added
+        if count <= 0:
+            return
+        value = self._new()
+        self._ever = max(self._ever, value)
+        begin = first % ring.capacity
+        room = min(ring.capacity - begin, count)
+        self.tree.fill(begin, begin + room, value)
+        self.tree.fill(0, count - room, value)
+
+    def _new(self) -> float:
+        """The value of a new row: its priority to the power of alpha."""
+        new = self.options.new
+        if new == "current_max":
+            return self.tree.most or 1.0
+        if new == "all_time_max":
+            return max(self._ever, 1.0)
+        return float((np.float64(new) + self.options.eps) ** self.options.alpha)
+
+    def draw(self, rng: np.random.Generator, count: int, starts: Any = None) -> Ints:
+        self._settle()
+        keys = super().draw(rng, count, starts)
+        self.batches += 1
+        return keys
+
+    def _any(self, rng: np.random.Generator, count: int) -> Ints:
+        total = self.tree.total
+        if not total > 0:
+            raise Starved("every priority is 0, so no row can be drawn; update_priorities, or build with eps=")
+        return self.ring.key_at(self.tree.find(rng.random(count) * total))
+
+    def mass(self, keys: Ints) -> Floats:
+        self._settle()
+        mass: Floats = self.tree.values[self.ring.slots(keys)]
+        return mass
+
+    def weights(self, keys: Ints) -> Floats:
+        # (N P_i)^-beta over the largest of them: N and the total cancel out.
+        values = self.tree.values[self.ring.slots(keys)]
+        least = self.tree.least if self.options.weights == "buffer" else values.min(initial=np.inf)
+        beta = self.options.beta
+        exponent = beta.at(self.batches - 1) if isinstance(beta, Anneal) else beta
+        weights: Floats = (least / values) ** exponent
+        return weights
+
+    def update(self, keys: Ints, priorities: Floats) -> None:
+        self._settle()
+        values = (priorities + self.options.eps) ** self.options.alpha
+        if self.options.alpha == 0:
+            values = np.where(priorities + self.options.eps > 0, 1.0, 0.0)  # 0 to the power of 0 is not 1 here
+        self._ever = max(self._ever, float(values.max(initial=0.0)))
+        self.tree.set(self.ring.slots(keys), values)
+
+    def state(self) -> dict[str, Any]:
+        self._settle()
+        return {"batches": self.batches, "ever": self._ever}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        self._settle()
+        return {"priorities": self.tree.values[self.ring.slots(self.ring.keys())]}
+
+    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        self.batches, self._ever = state["batches"], state["ever"]
+        self.tree = SumTree(self.ring.capacity)
+        self._pending = self.ring.added
+        values = arrays["priorities"][-self.ring.size :] if self.ring.size else np.empty(0)
+        begin = self.ring.oldest % self.ring.capacity
+        room = min(self.ring.capacity - begin, len(values))
+        self.tree.fill(begin, begin + room, values[:room])
+        self.tree.fill(0, len(values) - room, values[room:])
+
+    def clear(self) -> None:
+        self.tree = SumTree(self.ring.capacity)
+        self._pending = self.ring.added

@@ -1,0 +1,207 @@
+"""A ring of rows: the newest ``capacity`` of all that were ever added, each under a key that is never used again.
+
+The key of a row is its number among all that were added, from 0; it lies in slot ``key % capacity``. So a key tells
+whether its row is still there, and nothing is kept for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Arrays
+from pipeline.buffer.transitions.episodes import Episodes, Marks
+from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, VERSION
+from pipeline.buffer.transitions.storage import TransitionStorage
+
+Ints = np.ndarray
+
+
+class Ring:
+    """Rows in the order in which they were added, and which of them follow each other in an episode."""
+
+    def __init__(self, storage: TransitionStorage) -> None:
+        self.storage = storage
+        self.capacity = storage.capacity
+        self.added = 0
+        """How many rows were ever added: the key of the next one."""
+        self.size = 0
+        self.episodes = Episodes()
+        self.cuts = 0
+        """How many episodes were cut: with :attr:`added`, this tells whether anything has changed."""
+        self._stride = 1
+        self._irregular = 0  # from this key on, the next row of an episode lies `_stride` further, if there is one
+
+    @property
+    def oldest(self) -> int:
+        """The key of the oldest row that is there, if there is one."""
+        return self.added - self.size
+
+    @property
+    def stride(self) -> int:
+        """How far every row lies before the next of its episode; 0 if it is not the same for all."""
+        return self._stride if self._irregular <= self.oldest else 0
+
+    def keys(self) -> Ints:
+        """Return the keys of all rows, oldest first."""
+        return np.arange(self.oldest, self.added)
+
+    def slots(self, keys: Ints) -> Ints:
+        """Return the slots of keys, whose rows may be gone."""
+        return keys % self.capacity
+
+    def key_at(self, slots: Ints) -> Ints:
+        """Return the keys of the rows in filled slots."""
+        keys: Ints = slots + (self.added - 1 - slots) // self.capacity * self.capacity
+        return keys
+
+    def alive(self, keys: Ints) -> Ints:
+        """Whether the row of each key is there."""
+        there: Ints = (keys >= self.oldest) & (keys < self.added)
+        return there
+
+    def mark(self, name: str, keys: Ints) -> Ints:
+        """Return a mark of rows that are there."""
+        marks: Ints = self.storage.view(name)[self.slots(keys)]
+        return marks
+
+    # -- adding ------------------------------------------------------------------------------------------------
+
+    def extend(self, arrays: Arrays, count: int, envs: Ints, ends: Ints, version: int, *, mixed: bool = False) -> int:
+        """Add ``count`` rows that were checked; return the key of the first.
+
+        Args:
+            arrays: [count, ...] by column.
+            count: how many rows.
+            envs: [E] the environments, step-major; or [count] the environment of each row, if ``mixed``.
+            ends: [count] how the episode ends with the row.
+            version: of the weights that made them.
+            mixed: see ``envs``.
+        """
+        first = self.added
+        if count == 0:
+            return first
+        marks = (self.episodes.mixed if mixed else self.episodes.extend)(first, envs, ends)
+        self._link(marks, first)
+        own: Mapping[str, Any] = {
+            **arrays,
+            EPISODE: marks.episode,
+            PLACE: marks.place,
+            AHEAD: marks.ahead,
+            BEHIND: marks.behind,
+            VERSION: version,
+            SERIAL: np.arange(first, first + count).astype(np.uint32),
+            END: ends,
+        }
+        skipped = max(0, count - self.capacity)
+        begin = (first + skipped) % self.capacity
+        room = min(self.capacity - begin, count - skipped)
+        self.storage.write(slice(begin, begin + room), _rows(own, skipped, skipped + room))
+        if skipped + room < count:
+            self.storage.write(slice(0, count - skipped - room), _rows(own, skipped + room, count))
+        self.added = first + count
+        self.size = min(self.capacity, self.size + count)
+        self._trim()
+        return first
+
+    def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
+        """Add one row that was checked; return its key."""
+        key = self.added
+        episode, place, behind = self.episodes.append(key, env, end)
+        slot = key % self.capacity
+        view = self.storage.view
+        if behind:
+            if behind < self.capacity and key - behind >= self.oldest:
+                view(AHEAD)[(key - behind) % self.capacity] = behind
+            if behind != self._stride:
+                self._stride, self._irregular = behind, key
+        for name, value in row.items():
+            view(name)[slot] = value
+        self.storage.mark(slot, episode, place, 0, behind, version, key & 0xFFFFFFFF, end)
+        self.added = key + 1
+        if self.size < self.capacity:
+            self.size += 1
+        elif not key & 1023:
+            self._trim()
+        return key
+
+    def _link(self, marks: Marks, first: int) -> None:
+        """Let older rows know of the new ones that follow them; note whether rows still follow at one distance."""
+        there = marks.linked >= self.oldest
+        self.storage.view(AHEAD)[self.slots(marks.linked[there])] = marks.distances[there]
+        stride = marks.stride
+        if stride != self._stride or stride == 0:
+            self._stride, self._irregular = stride or 1, first if stride else first + len(marks.place)
+        odd = marks.linked[marks.distances != stride]
+        if len(odd):
+            self._irregular = max(self._irregular, int(odd.max()) + 1)
+
+    def _trim(self) -> None:
+        """Forget episodes of which no row is left, once they are more than half of those remembered."""
+        lengths = self.episodes.lengths
+        if self.size and lengths.held > 2 * self.size + 1024:
+            oldest = int(self.mark(EPISODE, self.keys()).min())
+            lengths.trim(min(oldest, int(self.episodes.open().min(initial=oldest))))
+
+    def cut(self, env: int | None = None) -> list[int]:
+        """End the open episode of an environment, or of all, where it is; return the keys of the rows that are
+        there."""
+        cut = self.episodes.cut(env)
+        self.cuts += len(cut)
+        keys = [key for key in cut if key >= self.oldest]
+        for key in keys:
+            self.storage.view(END)[key % self.capacity] = CUT
+        return keys
+
+    def clear(self) -> None:
+        """Forget every row. Keys are not used again."""
+        self.cuts += len(self.episodes.cut())
+        self.episodes.lengths.trim(self.episodes.next)
+        self.size = 0
+
+    # -- what follows ------------------------------------------------------------------------------------------
+
+    def following(self, keys: Ints) -> Ints:
+        """Return how many rows of its episode are there from each row on, itself among them."""
+        counts: Ints = self.episodes.lengths.of(self.mark(EPISODE, keys)) - self.mark(PLACE, keys)
+        return counts
+
+    def chain(self, keys: Ints, length: int) -> tuple[Ints, Ints]:
+        """Return the keys of up to ``length`` rows of an episode from each of ``keys`` [n] on, and how many there are.
+
+        Returns:
+            keys [n, length], where the last one is repeated once there are no more, and counts [n], at least 1.
+        """
+        counts = np.minimum(self.following(keys), length).astype(np.int64)
+        stride = self.stride
+        if stride:
+            steps = np.minimum(np.arange(length), counts[:, None] - 1)
+            return keys[:, None] + steps * stride, counts
+        return self._hop(keys, length, AHEAD, 1), counts
+
+    def chain_back(self, keys: Ints, length: int) -> tuple[Ints, Ints]:
+        """As :meth:`chain`, but the ``length`` rows that end with each of ``keys``, newest first.
+
+        Counts are of the rows that the episode had, though they may be gone: look with :meth:`alive`.
+        """
+        counts = np.minimum(self.mark(PLACE, keys) + 1, length).astype(np.int64)
+        stride = self.stride
+        if stride:
+            steps = np.minimum(np.arange(length), counts[:, None] - 1)
+            return keys[:, None] - steps * stride, counts
+        return self._hop(keys, length, BEHIND, -1), counts
+
+    def _hop(self, keys: Ints, length: int, mark: str, sign: int) -> Ints:
+        chain = np.empty((len(keys), length), np.int64)
+        distance = self.storage.view(mark)
+        here = keys
+        for at in range(length):
+            chain[:, at] = here
+            here = np.where(here >= self.oldest, here + sign * distance[self.slots(here)], here)
+        return chain
+
+
+def _rows(arrays: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
+    return {name: each[begin:end] if isinstance(each, np.ndarray) else each for name, each in arrays.items()}

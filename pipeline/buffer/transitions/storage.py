@@ -1,0 +1,161 @@
+"""Fixed-shape rows in memory, by slot."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.layout import MARKS, RowLayout
+from pipeline.buffer.transitions.memory import Memory, ProcessMemory
+from pipeline.buffer.transitions.recycling import Recycler
+from pipeline.errors import ConfigError
+
+Slots = slice | np.ndarray
+_PACKED = struct.Struct("<qiiiiIB")  # MARKS
+_THREADED = 4 << 20  # bytes of one gather from which on torch's threads are worth waking
+
+
+class TransitionStorage:
+    """``capacity`` rows of one schema, addressed by slot; knows nothing of their order.
+
+    The schema is that of the first rows, or given. Memory is taken as it is written. Methods do not lock, and none of
+    them checks what it is handed: :class:`~pipeline.replay.ReplayBuffer` does.
+    """
+
+    def __init__(self, capacity: int, schema: Schema | None = None, memory: Memory | None = None) -> None:
+        """Raises:
+        ConfigError: the rows of ``schema`` would not fit into memory.
+        """
+        self.capacity = capacity
+        self.layout: RowLayout | None = None
+        self.records = np.empty(0, MARKS)
+        """[capacity]: the packed record of each slot: marks and small columns."""
+        self.large: dict[str, np.ndarray] = {}
+        """[capacity, ...] each: the large columns."""
+        self._memory: Memory = memory or ProcessMemory()
+        self._views: dict[str, np.ndarray] = {}
+        self._bytes = memoryview(b"")
+        self._recycler = Recycler()
+        if schema is not None:
+            self.shape(schema)
+
+    @property
+    def schema(self) -> Schema | None:
+        """The columns of every row; None before there is one."""
+        return None if self.layout is None else self.layout.schema
+
+    def shape(self, schema: Schema) -> None:
+        """Take memory for rows of ``schema``.
+
+        Raises:
+            ConfigError: they would not fit; nothing was taken.
+        """
+        layout = RowLayout(schema)
+        self._memory.check(self.capacity * layout.row_bytes, f"capacity={self.capacity}")
+        self.records = self._memory.array("records", (self.capacity,), layout.record)
+        self.large = {
+            each.name: self._memory.array(each.name, (self.capacity, *each.shape), each.bits) for each in layout.large
+        }
+        self.layout = layout
+        self._views = {name: self.records[name] for name in layout.record.names or ()} | self.large
+        self._bytes = memoryview(self.records.view(np.uint8).data)
+
+    def forget(self) -> None:
+        """Give the memory back, and forget the schema."""
+        self.layout, self.records, self.large, self._views = None, np.empty(0, MARKS), {}, {}
+
+    def view(self, name: str) -> np.ndarray:
+        """Return a column, or a mark, of every slot: [capacity, ...]; writing to it changes the rows."""
+        return self._views[name]
+
+    def write(self, slots: Slots, arrays: Mapping[str, Any]) -> None:
+        """Copy columns or marks, [n, ...] or one value for all, into n slots."""
+        for name, array in arrays.items():
+            self._views[name][slots] = array
+
+    def mark(self, slot: int, *marks: int) -> None:
+        """Write the marks of one slot, in the order of :data:`MARKS`."""
+        _PACKED.pack_into(self._bytes, slot * self.records.itemsize, *marks)
+
+    def gather(self, slots: np.ndarray, names: Iterable[str] | None = None) -> Gathered:
+        """Copy rows out: of ``slots`` [...] all columns, or those of ``names``, and the marks."""
+        assert self.layout is not None
+        wanted = None if names is None else set(names)
+        flat = slots.reshape(-1)
+        records = self._recycler.array("records", flat.size, (), self.layout.record)
+        self.records.take(flat, out=records, mode="clip")  # "raise" would copy once more; the slots are ours
+        arrays: Arrays = {}
+        for column in self.layout.small:
+            if wanted is None or column.name in wanted:
+                arrays[column.name] = records[column.name]
+        for column in self.layout.large:
+            if wanted is None or column.name in wanted:
+                arrays[column.name] = self._take_large(column, flat)
+        return Gathered(self.layout, records, arrays, slots.shape)
+
+    def _take_large(self, column: Column, flat: np.ndarray) -> np.ndarray:
+        out = self._recycler.array(column.name, flat.size, column.shape, column.bits)
+        source = self.large[column.name]
+        if out.nbytes < _THREADED:
+            return source.take(flat, axis=0, out=out, mode="clip")
+        width = column.nbytes
+        torch.index_select(
+            torch.from_numpy(source.reshape(self.capacity, -1).view(np.uint8)),
+            0,
+            torch.from_numpy(flat.astype(np.int64, copy=False)),
+            out=torch.from_numpy(out.reshape(flat.size, -1).view(np.uint8).reshape(flat.size, width)),
+        )
+        return out
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of one row, marks included; 0 before there is a schema."""
+        return 0 if self.layout is None else self.layout.row_bytes
+
+
+class Gathered:
+    """Rows that were copied out of a storage; they are the caller's.
+
+    Attributes:
+        records: [n] packed records, with the marks.
+        arrays: [n, ...] by column.
+        shape: of the slots that were asked for; its product is n.
+    """
+
+    __slots__ = ("arrays", "layout", "records", "shape")
+
+    def __init__(self, layout: RowLayout, records: np.ndarray, arrays: Arrays, shape: Sequence[int]) -> None:
+        self.layout, self.records, self.arrays, self.shape = layout, records, arrays, tuple(shape)
+
+    def mark(self, name: str) -> np.ndarray:
+        """Return a mark of the rows, in the shape of the slots."""
+        return self.records[name].reshape(self.shape)
+
+    def columns(self) -> Arrays:
+        """Return the columns, in the shape of the slots: [*shape, ...]."""
+        if len(self.shape) == 1:
+            return self.arrays
+        return {name: array.reshape(*self.shape, *array.shape[1:]) for name, array in self.arrays.items()}
+
+
+def to_torch(layout: RowLayout, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return columns as tensors that share their memory."""
+    special = {column.name: kind for column in layout.schema.columns if (kind := column.torch_only) is not None}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: tensor.view(special[name]) if name in special else tensor for name, tensor in tensors.items()}
+
+
+def need_schema(storage: TransitionStorage) -> RowLayout:
+    """Return the layout.
+
+    Raises:
+        ConfigError: there is none yet.
+    """
+    if storage.layout is None:
+        raise ConfigError("the buffer has no columns yet: add rows first, or name them with schema=", option="schema")
+    return storage.layout

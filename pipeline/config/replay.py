@@ -1,0 +1,145 @@
+"""Options of a replay buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.config.base import Options
+from pipeline.config.selecting import Selection, Uniform, WithoutReplacement, selection
+from pipeline.errors import ConfigError
+
+
+class Limiter(Options, frozen=True, tag="limiter", tag_field="limit"):
+    """How the number of sampled rows follows that of added ones.
+
+    With a ratio, let ``debt = ratio * added - sampled``. It may move by ``error_buffer`` to either side of
+    ``ratio * min_size``: a row may be added while the debt stays within the upper bound, and one may be sampled while
+    it stays within the lower one. This is the rule of Reverb's ``SampleToInsertRatio`` (arXiv:2102.04736).
+
+    Attributes:
+        min_size: how many rows there must be before any is sampled.
+        ratio: how often each row is to be sampled, on average; None: nothing is held back but by ``min_size``.
+        error_buffer: how far the debt may move, in sampled rows; by default the largest of 1, ``ratio`` and
+            ``ratio * min_size / 10``.
+    """
+
+    min_size: int = 1
+    ratio: float | None = None
+    error_buffer: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("min_size", 1)
+        if self.ratio is None:
+            if self.error_buffer is not None:
+                raise ConfigError.of("error_buffer", self.error_buffer, "it bounds a ratio, and there is none: ratio=")
+            return
+        if not 0 < self.ratio <= 1e9:
+            raise ConfigError.of("ratio", self.ratio, "a number above 0 is needed, or None")
+        if self.error_buffer is not None and not max(1.0, self.ratio) <= self.error_buffer <= 1e15:
+            raise ConfigError.of(
+                "error_buffer",
+                self.error_buffer,
+                f"at least max(1, ratio) = {max(1.0, self.ratio):g} is needed: with less there comes a time at which "
+                "neither a row can be added nor one sampled",
+            )
+
+    @property
+    def buffer(self) -> float:
+        """How far the debt may move."""
+        ratio = self.ratio or 0.0
+        return max(1.0, ratio, ratio * self.min_size / 10) if self.error_buffer is None else self.error_buffer
+
+
+class Fields(Options, frozen=True):
+    """The columns that episodes, returns and frames are made of; a column that is not there plays no part.
+
+    Attributes:
+        obs, reward, next_obs: names of columns, or of groups of them (``obs`` stands for ``obs.camera`` as well).
+        terminated, truncated: bool columns: the episode ended with the row, in a state that has no future, or was cut
+            from outside.
+        done: a bool column that does not tell the two apart: taken for ``terminated``, unless ``truncated`` is set.
+    """
+
+    obs: str = "obs"
+    reward: str = "reward"
+    next_obs: str = "next_obs"
+    terminated: str = "terminated"
+    truncated: str = "truncated"
+    done: str = "done"
+
+
+class ReplayOptions(Options, frozen=True):
+    """Everything that a :class:`~pipeline.replay.ReplayBuffer` was built with.
+
+    Attributes:
+        capacity: how many rows are held; the oldest go first.
+        select: which are sampled.
+        limiter: when rows may be added and sampled.
+        seed: of every random choice.
+        returns: what a batch gives out: ``torch`` tensors or ``numpy`` arrays.
+        fields: names of columns.
+        timeout: seconds that ``extend`` and ``sample`` wait for the limiter, unless they are told otherwise; None: as
+            long as it takes. With 0 they raise at once, as in a plain loop nobody else could change anything.
+    """
+
+    capacity: int
+    select: Selection = Uniform()
+    limiter: Limiter = Limiter()
+    seed: int = 0
+    returns: Literal["torch", "numpy"] = "torch"
+    fields: Fields = Fields()
+    timeout: float | None = 0.0
+
+    @classmethod
+    def build(cls, capacity: int, given: Mapping[str, Any]) -> ReplayOptions:
+        """Build from keywords, in which ``select`` may be a name and the others mappings.
+
+        Raises:
+            ConfigError: the message names the option.
+        """
+        values = dict(given)
+        values["select"] = selection(values.get("select", Uniform()))
+        values["limiter"] = Limiter.of(values.get("limiter"))
+        values["fields"] = Fields.of(values.get("fields"))
+        known = set(cls.__struct_fields__)
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise ConfigError(
+                f"ReplayBuffer has no option {unknown[0]!r}; it has {', '.join(sorted(known))}", option=unknown[0]
+            )
+        try:
+            return cls(capacity=capacity, **values)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"ReplayBuffer: {error}") from None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("capacity", 1)
+        self._at_least("seed", 0)
+        self._at_least("timeout", 0, none_ok=True)
+        if self.limiter.min_size > self.capacity:
+            raise ConfigError.of(
+                "min_size", self.limiter.min_size, f"capacity={self.capacity}: so many rows are never there"
+            )
+
+    def check_batch(self, count: int) -> None:
+        """Refuse a batch that could never be sampled.
+
+        Raises:
+            ConfigError: it is empty, or larger than what can be drawn without replacement, or than the limiter's range.
+        """
+        if count < 1:
+            raise ConfigError.of("count", count, "must be at least 1")
+        if isinstance(self.select, WithoutReplacement) and count > self.capacity:
+            raise ConfigError.of("count", count, f"without replacement, at most capacity={self.capacity} can be drawn")
+        if self.limiter.ratio is not None and count > 2 * self.limiter.buffer:
+            raise ConfigError.of(
+                "error_buffer",
+                self.limiter.buffer,
+                f"a batch of {count} is more than the limiter ever lets through at once ({2 * self.limiter.buffer:g}); "
+                "sample fewer at once, or raise error_buffer",
+            )

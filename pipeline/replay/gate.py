@@ -1,0 +1,73 @@
+"""Waiting for a buffer, in threads and in tasks alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+
+from pipeline.errors import TimedOut
+
+Predicate = Callable[[], object]
+
+
+class Gate:
+    """A lock, and a condition on what it guards. Whoever changes that calls :meth:`changed`, without the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._condition = threading.Condition(self.lock)
+        self._threads = 0
+        self._tasks: list[tuple[Predicate, anyio.Event, Any, int]] = []
+
+    @property
+    def waiters(self) -> int:
+        """How many threads and tasks wait."""
+        return self._threads + len(self._tasks)
+
+    def wait(self, predicate: Predicate, timeout: float | None, why: Callable[[], str]) -> None:
+        """Return once ``predicate`` holds; the caller has the lock, and it is given back while this waits.
+
+        Raises:
+            TimedOut: it did not hold in ``timeout`` seconds.
+        """
+        if predicate():
+            return
+        self._threads += 1
+        try:
+            if timeout == 0 or not self._condition.wait_for(predicate, timeout):
+                raise TimedOut(f"{why()}. Waited {timeout:g} s; timeout=None waits as long as it takes")
+        finally:
+            self._threads -= 1
+
+    async def wait_for(self, predicate: Predicate) -> None:
+        """As :meth:`wait`, for a task without the lock, which on return holds for this turn of its loop at the least,
+        if all others are tasks of that loop."""
+        while True:
+            with self.lock:
+                if predicate():
+                    return
+                waiter = (predicate, anyio.Event(), anyio.lowlevel.current_token(), threading.get_ident())
+                self._tasks.append(waiter)
+            try:
+                await waiter[1].wait()
+            finally:
+                with self.lock:
+                    self._tasks.remove(waiter)
+
+    def changed(self) -> None:
+        """Wake whoever may go on now."""
+        if not self._threads and not self._tasks:
+            return
+        with self.lock:
+            self._condition.notify_all()
+            ready = [each for each in self._tasks if each[0]()]
+        for _, event, token, thread in ready:
+            if thread == threading.get_ident():
+                event.set()
+            else:
+                anyio.from_thread.run_sync(event.set, token=token)
