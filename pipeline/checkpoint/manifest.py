@@ -63,6 +63,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Run id and generation that the run was forked from, in its first generation."""
     reusable: list[int] | None = None
     """Generations, this one among them, whose resume may use what came after them. Not said: all that are there."""
+    kind: str = "pipeline"
+    """What wrote it: ``pipeline``, or ``replay``, a buffer without one."""
     external: str = ""
     """Path of the trainer's own checkpoint that the generation goes with, as it was given."""
     checksum: str = ""

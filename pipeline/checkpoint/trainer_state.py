@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from pipeline.errors import Damaged, UsageError
+from pipeline.errors import ConfigError, Damaged, UsageError
+from pipeline.interfaces import Stateful
 from pipeline.store.blocks import crc32c_more, crc32c_of_file
 from pipeline.store.codec import TensorBytes, read_blob, tensor_bytes
 from pipeline.store.files import FilesLike, open_plain, plain_handle
@@ -26,7 +28,23 @@ from pipeline.store.memory import available_memory
 from pipeline.store.plain import MARK, PlainValueError, from_plain, to_plain
 
 TREE_KEY = "__tree__"
+_ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _CHUNK = 4 << 20  # the checksum of a chunk holds the interpreter's lock, and leaves it in the cache
+
+
+def check_attachable(objects: Mapping[str, Any]) -> None:
+    """Compare what is to be attached with what can be.
+
+    Raises:
+        ConfigError: a name cannot be that of a file, or an object has no state.
+    """
+    for name, each in objects.items():
+        if not _ATTACHED_NAME.fullmatch(name):
+            raise ConfigError.of("attach", name, "names are letters, digits, '_', '-' and '.'")
+        if not isinstance(each, Stateful):
+            raise ConfigError(
+                f"attach({name}=...): {type(each).__name__} has no state_dict() and load_state_dict()", option=name
+            )
 
 
 class CapturedState:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from pipeline.config.base import Options
+from pipeline.config.base import LEAST, Options
 from pipeline.config.selecting import Selection, Uniform, WithoutReplacement, selection
+from pipeline.config.triggers import check_signals
 from pipeline.errors import ConfigError
 
 
@@ -82,6 +84,14 @@ class ReplayOptions(Options, frozen=True):
         seed: of every random choice.
         returns: what a batch gives out: ``torch`` tensors or ``numpy`` arrays.
         fields: names of columns.
+        directory: the run's folder, made if absent; None keeps everything in memory.
+        keep: generations kept, counted by distinct steps; None, or -1: all.
+        keep_every: beside those, the newest generation of every step that this divides stays for good.
+        keep_within_s: and so does every generation that is younger than this, in seconds.
+        save_every_s: seconds after which ``save_due`` says that a save is due.
+        save_every: ``save_due(step)`` says so when the steps have passed a multiple of it.
+        signals: names of signals that ask to stop: ``save_due`` says yes, and ``save`` leaves when it has committed.
+            None: SIGTERM, where the buffer is used in the main thread.
         timeout: seconds that ``extend`` and ``sample`` wait for the limiter, unless they are told otherwise; None: as
             long as it takes. With 0 they raise at once, as in a plain loop nobody else could change anything.
     """
@@ -93,6 +103,23 @@ class ReplayOptions(Options, frozen=True):
     returns: Literal["torch", "numpy"] = "torch"
     fields: Fields = Fields()
     timeout: float | None = 0.0
+    directory: str | None = None
+    keep: int | None = 3
+    keep_every: int | None = None
+    keep_within_s: float | None = None
+    save_every_s: float | None = None
+    save_every: int | None = None
+    signals: list[str] | None = None
+
+    @property
+    def archived_share(self) -> float:
+        """No segment stays that no generation needs."""
+        return 0.0
+
+    @property
+    def stop_signals(self) -> tuple[int, ...]:
+        """Numbers of the signals that ask to stop."""
+        return check_signals("signals", ("SIGTERM",) if self.signals is None else self.signals)
 
     @classmethod
     def build(cls, capacity: int, given: Mapping[str, Any]) -> ReplayOptions:
@@ -105,6 +132,8 @@ class ReplayOptions(Options, frozen=True):
         values["select"] = selection(values.get("select", Uniform()))
         values["limiter"] = Limiter.of(values.get("limiter"))
         values["fields"] = Fields.of(values.get("fields"))
+        if isinstance(values.get("directory"), os.PathLike):
+            values["directory"] = os.fspath(values["directory"])
         known = set(cls.__struct_fields__)
         unknown = sorted(values.keys() - known)
         if unknown:
@@ -121,6 +150,13 @@ class ReplayOptions(Options, frozen=True):
         self._at_least("capacity", 1)
         self._at_least("seed", 0)
         self._at_least("timeout", 0, none_ok=True)
+        if self.keep == -1:  # as others write it
+            msgspec.structs.force_setattr(self, "keep", None)
+        for option in ("keep", "keep_every", "save_every"):
+            self._at_least(option, 1, none_ok=True)
+        for option in ("save_every_s", "keep_within_s"):
+            self._at_least(option, LEAST, none_ok=True)
+        check_signals("signals", self.signals or ())
         if self.limiter.min_size > self.capacity:
             raise ConfigError.of(
                 "min_size", self.limiter.min_size, f"capacity={self.capacity}: so many rows are never there"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -20,8 +21,11 @@ from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config import ReplayOptions, Slices
 from pipeline.errors import ConfigError, Starved, UsageError
+from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
 from pipeline.replay.sampling import Sampler, Wanted
+from pipeline.replay.saving import Parts, ReplayResumed, Saver
+from pipeline.replay.store import Saving
 
 _DEFAULT: Any = object()
 
@@ -78,15 +82,23 @@ class ReplayBuffer:
             ConfigError: an option is out of range, or the rows would not fit into memory.
         """
         self.options = ReplayOptions.build(capacity, options)
-        self.ring = Ring(TransitionStorage(capacity, schema))
         self.gate = Gate()
-        self._counts = Counts(self.options.limiter)
-        self._drawer = make_drawer(self.ring, self.options.select, self.options.seed)
-        self._rng = np.random.Generator(np.random.PCG64([self.options.seed, 0]))
-        self._sampler = Sampler(self.ring, self._drawer, self._rng, self.options)
-        self._stale = 0
+        self._saver = Saver(self.options, self.gate)
+        self._due = None if self._saver.store is None else Due(self.options, self._saver.store.folder.layout.stop_file)
+        self._use(self._parts(Ring(TransitionStorage(capacity, schema))))
         self._forked = False
         _not_after_fork(self)
+
+    def _parts(self, ring: Ring) -> Parts:
+        """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
+        drawer = make_drawer(ring, self.options.select, self.options.seed)
+        rng = np.random.Generator(np.random.PCG64([self.options.seed, 0]))
+        return Parts(ring, drawer, Counts(self.options.limiter), rng, {})
+
+    def _use(self, parts: Parts) -> None:
+        self._own = parts
+        self.ring, self._drawer, self._counts = parts.ring, parts.drawer, parts.counts
+        self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options)
 
     # -- adding ------------------------------------------------------------------------------------------------
 
@@ -252,7 +264,7 @@ class ReplayBuffer:
                 self._drawer.update(where, values)
             else:
                 self._drawer.update(where[applied], values[applied])
-                self._stale += len(where) - int(applied.sum())
+                self._saver.stale_updates += len(where) - int(applied.sum())
         return Updated(applied)
 
     def _checked_priorities(self, keys: ArrayLike, priorities: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -275,6 +287,95 @@ class ReplayBuffer:
         if len(unknown):
             raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
         return where, values
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def attach(self, **objects: Any) -> None:
+        """Save and restore these with the buffer: anything with ``state_dict`` and ``load_state_dict``."""
+        self._saver.attach(objects)
+
+    def save(self, step: int, *, wait: bool = False) -> Saving:
+        """Commit the state of what is attached and of the buffer as one thing.
+
+        Returns once the tensors of what is attached have been read, and goes on beside the trainer: only rows that are
+        not on the disk yet are written. What it fails with later is raised by the next verb, or by ``wait``.
+
+        Args:
+            step: the trainer's step.
+            wait: return when it is on the disk.
+
+        Raises:
+            UsageError: there is no directory, or it is in use and was not resumed.
+            WriteFailed: it cannot be written. The generation before it stands, and nothing of the buffer has changed.
+            StoppedExit: the run was asked to stop, and this save is committed.
+        """
+        self._usable()
+        saving = self._saver.save(step, self._own)
+        assert self._due is not None
+        self._due.listen()
+        self._due.saved(step)
+        if self._due.stopping:
+            self._due.leave(saving)
+        if wait:
+            saving.wait()
+        return saving
+
+    def save_due(self, step: int | None = None) -> bool:
+        """Whether a save is due: by the options ``save_every_s`` and ``save_every`` (of ``step``), by a signal, or by a
+        file ``stop`` in the folder. After the last two, ``save`` does not return."""
+        self._saver.raise_failed()
+        return self._due is not None and self._due.due(step)
+
+    def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
+        """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
+
+        Everything is checked before anything is changed. What is attached is loaded in place. Rows that were added
+        after the generation are not there; of a smaller capacity than before, the newest rows are.
+
+        Args:
+            step: the trainer's step.
+            continue_episodes: whether the next rows go on with the episodes that were open. By default these are ended
+                where they were, as environments begin anew in a new process.
+
+        Raises:
+            UsageError: there is no directory, or rows were added before, or other things are attached.
+            Damaged: the generation cannot be read. The message says which one can.
+            Locked: another process writes there.
+        """
+        self._usable()
+        with self.gate.lock:
+            found = self._saver.find(step, self.ring)
+            parts = self._own
+            if found is not None:
+                parts = self._parts(found.ring)
+                self._saver.take_over(found, parts)
+                for name, each in self._saver.attached.items():
+                    each.load_state_dict(found.states[name])
+                self._use(parts)
+                if not continue_episodes:
+                    self.ring.cut()
+            if self._due is not None:
+                self._due.listen()
+                self._due.saved(0 if found is None else found.stored.manifest.step)
+        resumed = self._saver.ready(found, self._own)
+        self.gate.changed()
+        return resumed
+
+    def close(self) -> None:
+        """Wait for what is being written, and give back the folder and the signals. The rows stay."""
+        try:
+            self._saver.close()
+        finally:
+            if self._due is not None:
+                self._due.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -331,7 +432,7 @@ class ReplayBuffer:
                 sampled=self._counts.sampled,
                 episodes=self.ring.episodes.next,
                 open_episodes=len(self.ring.episodes.open()),
-                stale_updates=self._stale,
+                stale_updates=self._saver.stale_updates,
                 waiters=self.gate.waiters,
                 row_bytes=self.ring.storage.row_bytes,
             )

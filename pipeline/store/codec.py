@@ -112,6 +112,18 @@ _MOST_LAYOUTS = 512
 _MOST_HEADS = 64
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return how safetensors spells a dtype.
+
+    Raises:
+        TypeError: it does not know it.
+    """
+    name = _TORCH_TO_NAME.get(dtype)
+    if name is None:
+        raise TypeError(f"dtype {dtype} cannot be stored")
+    return name
+
+
 def tensor_bytes(value: Any) -> TensorBytes:
     """Return the bytes of a torch tensor, numpy array, number, or nested list of numbers.
 
@@ -295,25 +307,51 @@ def read_blob(
         Damaged: the blob is not what its header says.
     """
     try:
-        length = int.from_bytes(blob[:8], "little")
-        layout = _decode_layout(bytes(blob[8 : 8 + length]))
-        rest = memoryview(blob)[8 + length :]
+        layout, rest = _parts(blob)
         data = np.frombuffer(bytearray(rest) if copy else rest, np.uint8)
-        return {name: _view(data, entry) for name, entry in layout.items()}
+        return {name: _view(_bytes_of(data, entry), entry) for name, entry in layout.items()}
     except (*_UNREADABLE, RuntimeError) as error:  # of which a RecursionError is one
         raise Damaged(f"{where}: not a safetensors blob ({error})") from None
 
 
-def _view(data: np.ndarray, entry: _Entry) -> torch.Tensor:
+def read_bytes(blob: bytes | memoryview, where: str = "payload") -> dict[str, TensorBytes]:
+    """Return every tensor of a safetensors blob as its bytes, a view of the blob: [bytes] uint8.
+
+    Raises:
+        Damaged: the blob is not what its header says.
+    """
+    try:
+        layout, rest = _parts(blob)
+        data = np.frombuffer(rest, np.uint8)
+        return {
+            name: TensorBytes(entry.dtype, entry.shape, _bytes_of(data, entry), _NAME_TO_TORCH[entry.dtype].itemsize)
+            for name, entry in layout.items()
+        }
+    except (*_UNREADABLE, RecursionError) as error:
+        raise Damaged(f"{where}: not a safetensors blob ({error})") from None
+
+
+def _parts(blob: bytes | bytearray | memoryview) -> tuple[dict[str, _Entry], memoryview]:
+    length = int.from_bytes(blob[:8], "little")
+    return _decode_layout(bytes(blob[8 : 8 + length])), memoryview(blob)[8 + length :]
+
+
+def _bytes_of(data: np.ndarray, entry: _Entry) -> np.ndarray:
     start, end = entry.data_offsets
-    dtype = _NAME_TO_TORCH[entry.dtype]
+    size = _NAME_TO_TORCH[entry.dtype].itemsize
     if not 0 <= start <= end <= len(data):
         raise ValueError(f"a tensor is said to lie at bytes {start} to {end} of {len(data)}")
     # Before anything is allocated: the shape is what a damaged header says.
-    if min(entry.shape, default=0) < 0 or math.prod(entry.shape) * dtype.itemsize != end - start:
-        raise ValueError(f"a tensor of shape {entry.shape} and dtype {dtype} is said to take {end - start} bytes")
-    part = torch.from_numpy(data[start:end])
-    return part.view(dtype).reshape(entry.shape) if start < end else torch.empty(entry.shape, dtype=dtype)
+    if min(entry.shape, default=0) < 0 or math.prod(entry.shape) * size != end - start:
+        raise ValueError(f"a tensor of shape {entry.shape} and dtype {entry.dtype} is said to take {end - start} bytes")
+    return data[start:end]
+
+
+def _view(data: np.ndarray, entry: _Entry) -> torch.Tensor:
+    dtype = _NAME_TO_TORCH[entry.dtype]
+    if not len(data):
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(entry.shape)
 
 
 def read_header(blob: bytes, where: str = "payload") -> PayloadHeader:

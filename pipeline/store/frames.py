@@ -61,7 +61,7 @@ def frame_bytes(length: int) -> int:
 
 def encode_frame(
     kind: int,
-    payload: bytes,
+    payload: bytes | memoryview,
     *,
     incarnation: int,
     rank: int,
@@ -69,7 +69,7 @@ def encode_frame(
     sequence: int = 0,
     number: int = 0,
     life: int = 0,
-) -> tuple[bytes, bytes, bytes]:
+) -> tuple[bytes, bytes | memoryview, bytes]:
     """Return header, payload and padding, to be written in this order; the payload is not copied."""
     length = len(payload)
     head = _HEADER.pack(
@@ -85,7 +85,7 @@ def encode_frame(
         life,
         run_tag,
         0,
-        crc32c(payload),
+        crc32c(payload) if isinstance(payload, bytes) else crc32c_more(0, payload),
     )
     return head + _CRC.pack(crc32c(head)), payload, _ZEROS[: -length % ALIGN]
 

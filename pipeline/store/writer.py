@@ -39,7 +39,7 @@ class _Queued(msgspec.Struct, frozen=True, gc=False):
     uid: int
     member: int
     life: int
-    blob: bytes
+    blob: bytes | memoryview
 
 
 class WriteBatch(NamedTuple):
@@ -100,7 +100,7 @@ class StoreWriter:
         self._events.append(event)
         self.queued_in_all += _EVENT_COST
 
-    def place(self, blob: bytes, uid: int, member: int, life: int) -> Location:
+    def place(self, blob: bytes | memoryview, uid: int, member: int, life: int) -> Location:
         """Queue a payload and return where it will lie."""
         if self._offset >= self._segment_bytes:
             self._segment, self._offset = self._segment + 1, 0
@@ -160,7 +160,7 @@ class StoreWriter:
         """
         self._guard()
         try:
-            chunks: list[bytes] = []
+            chunks: list[bytes | memoryview] = []
             gathered = 0
             for queued in batch.payloads:
                 other = queued.location.segment != self._open_segment
@@ -237,7 +237,9 @@ class StoreWriter:
         if self.error is not before:
             self._guard()
 
-    def _frame(self, kind: int, payload: bytes, sequence: int, number: int = 0, life: int = 0) -> tuple[bytes, ...]:
+    def _frame(
+        self, kind: int, payload: bytes | memoryview, sequence: int, number: int = 0, life: int = 0
+    ) -> tuple[bytes | memoryview, ...]:
         return encode_frame(
             kind,
             payload,
@@ -260,7 +262,7 @@ class StoreWriter:
             if not there:
                 raise FileNotFoundError(errno.ENOENT, "removed, or replaced, while it was written", path)
 
-    def _write_segment(self, chunks: list[bytes]) -> None:
+    def _write_segment(self, chunks: list[bytes | memoryview]) -> None:
         if chunks:
             if sum(map(len, chunks)) < _SMALL * len(chunks):  # one copy costs less than a long list of pieces
                 chunks = [b"".join(chunks)]

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from pipeline.checkpoint.collect import Needs, collect
 from pipeline.checkpoint.generations import Kept, Stored, find_generations, needs_of, retire
 from pipeline.checkpoint.manifest import Manifest
+from pipeline.clock import Clock
 from pipeline.observe import events
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, SegmentKey
-from pipeline.wiring.state import RunState
+
+
+class Keeping(Protocol):
+    """What says how much stays: options of retention, a clock and a log."""
+
+    @property
+    def options(self) -> Any: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def log(self) -> Any: ...
 
 
 class Retention:
     """Knows the generations of a run: they are read once, as nobody else makes any. All methods block."""
 
-    def __init__(self, state: RunState, files: FilesLike, layout: Layout) -> None:
+    def __init__(self, state: Keeping, files: FilesLike, layout: Layout) -> None:
         self._state, self._files, self._layout = state, files, layout
         self.held: Callable[[], frozenset[int]] = frozenset
         """Numbers of generations that are being read, and are not to be removed."""

@@ -7,7 +7,6 @@ and belong to the trainer's thread; the rest belongs to the event loop.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
@@ -18,11 +17,12 @@ import anyio.to_thread
 import msgspec
 
 from pipeline.buffer import Batch
+from pipeline.checkpoint.trainer_state import check_attachable
 from pipeline.clock import running_clock
 from pipeline.config import PipelineOptions
 from pipeline.engines import LocalEngine
 from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError
-from pipeline.interfaces import Engine, Stateful
+from pipeline.interfaces import Engine
 from pipeline.observe import Watchdog, events
 from pipeline.records import Closed, Opened
 from pipeline.runner.pool import Pool
@@ -63,8 +63,6 @@ from pipeline.wiring.triggering import Triggers
 from pipeline.wiring.weights import Weights
 
 T = TypeVar("T")
-
-_ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Run:
@@ -218,13 +216,7 @@ class Run:
         """Add what is to be saved and restored with the run."""
         if self.started:
             raise UsageError("attach() comes before start(): every generation holds the same objects")
-        for name, each in objects.items():
-            if not _ATTACHED_NAME.fullmatch(name):
-                raise ConfigError.of("attach", name, "names are letters, digits, '_', '-' and '.'")
-            if not isinstance(each, Stateful):
-                raise ConfigError(
-                    f"attach({name}=...): {type(each).__name__} has no state_dict() and load_state_dict()", option=name
-                )
+        check_attachable(objects)
         self.attached.update(objects)
 
     def require_open(self) -> None:

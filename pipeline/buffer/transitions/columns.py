@@ -96,7 +96,7 @@ def as_array(name: str, value: Any) -> tuple[np.ndarray, str]:
         array = np.asarray(value)
     except ValueError as error:
         raise ConfigError(f"column {name}: rows of one shape are needed ({error})", option=name) from None
-    if array.dtype.kind not in _KINDS or array.dtype.itemsize > 16 or array.dtype == np.longdouble:
+    if array.dtype.kind not in _KINDS or array.dtype.itemsize > 8:
         raise ConfigError(
             f"column {name}: {array.dtype} values cannot be stored; encode them as numbers or bools", option=name
         )

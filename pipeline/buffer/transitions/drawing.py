@@ -201,6 +201,8 @@ class EpochDrawer(Drawer):
         return {name: getattr(self, name) for name in names} | {"base": self._base, "rows": len(self._order)}
 
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        if not state:
+            return
         self.epoch, self.cursor, self.skipped = state["epoch"], state["cursor"], state["skipped"]
         self._base = state["base"]
         self._order = self._permutation(state["rows"]) if self.epoch >= 0 else np.empty(0, np.int64)

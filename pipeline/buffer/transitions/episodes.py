@@ -63,6 +63,15 @@ class Lengths:
         firsts: Ints = self._first[episodes - self.base]
         return firsts
 
+    def rebuild(self, episodes: Ints, places: Ints, keys: Ints) -> None:
+        """Begin anew with rows [n] that are there, oldest first; the first row of an episode may be gone."""
+        self.base = int(episodes.min())
+        count = int(episodes.max()) - self.base + 1
+        self._length, self._first = np.zeros(max(64, count), np.int32), np.zeros(max(64, count), np.int64)
+        np.maximum.at(self._length, episodes - self.base, places + 1)
+        self._first[episodes[::-1] - self.base] = keys[::-1]
+        self._end = count
+
     @property
     def held(self) -> int:
         """How many episodes are remembered."""

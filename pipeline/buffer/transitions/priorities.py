@@ -101,8 +101,11 @@ class PriorityDrawer(Drawer):
         return {"priorities": self.tree.values[self.ring.slots(self.ring.keys())]}
 
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self.batches, self._ever = state["batches"], state["ever"]
         self.tree = SumTree(self.ring.capacity)
+        if not state:  # rows that were drawn in another way before: all of them are new here
+            self._pending = self.ring.oldest
+            return
+        self.batches, self._ever = int(state["batches"]), float(state["ever"])
         self._pending = self.ring.added
         values = arrays["priorities"][-self.ring.size :] if self.ring.size else np.empty(0)
         begin = self.ring.oldest % self.ring.capacity

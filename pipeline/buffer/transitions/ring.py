@@ -6,7 +6,7 @@ whether its row is still there, and nothing is kept for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,10 @@ class Ring:
         self.episodes = Episodes()
         self.cuts = 0
         """How many episodes were cut: with :attr:`added`, this tells whether anything has changed."""
+        self.cut_keys: list[int] = []
+        """Keys of rows with which an episode was cut; some may be gone."""
+        self.before_overwriting: Callable[[int], None] | None = None
+        """Told up to which key, that one excluded, rows are about to be overwritten."""
         self._stride = 1
         self._irregular = 0  # from this key on, the next row of an episode lies `_stride` further, if there is one
 
@@ -95,6 +99,8 @@ class Ring:
             SERIAL: np.arange(first, first + count).astype(np.uint32),
             END: ends,
         }
+        if self.before_overwriting is not None:
+            self.before_overwriting(min(first, first + count - self.capacity))
         skipped = max(0, count - self.capacity)
         begin = (first + skipped) % self.capacity
         room = min(self.capacity - begin, count - skipped)
@@ -109,6 +115,8 @@ class Ring:
     def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
         """Add one row that was checked; return its key."""
         key = self.added
+        if self.before_overwriting is not None:
+            self.before_overwriting(key + 1 - self.capacity)
         episode, place, behind = self.episodes.append(key, env, end)
         slot = key % self.capacity
         view = self.storage.view
@@ -151,9 +159,30 @@ class Ring:
         cut = self.episodes.cut(env)
         self.cuts += len(cut)
         keys = [key for key in cut if key >= self.oldest]
+        self.cut_keys = [key for key in self.cut_keys if key >= self.oldest] + keys
         for key in keys:
             self.storage.view(END)[key % self.capacity] = CUT
         return keys
+
+    def restore(self, added: int, size: int, cuts: list[int]) -> None:
+        """Take back the counters, before the rows; :meth:`relink` follows when they are there."""
+        self.added, self.size = added, min(size, self.capacity)
+        self.cut_keys = [key for key in cuts if key >= self.oldest]
+
+    def relink(self) -> None:
+        """Find out, from how far behind each row's predecessor lies, what follows what; and how long episodes are."""
+        keys = self.keys()
+        if len(keys):
+            behind = self.mark(BEHIND, keys).astype(np.int64)
+            led = (behind > 0) & (keys - behind >= self.oldest)
+            self.storage.view(AHEAD)[self.slots(keys[led] - behind[led])] = behind[led]
+            distances = behind[behind > 0]
+            self._stride = int(distances[-1]) if len(distances) else 1
+            odd = keys[(behind > 0) & (behind != self._stride)]
+            self._irregular = int(odd[-1]) + 1 if len(odd) else 0
+            self.episodes.lengths.rebuild(self.mark(EPISODE, keys), self.mark(PLACE, keys), keys)
+        for key in self.cut_keys:
+            self.storage.view(END)[key % self.capacity] = CUT
 
     def clear(self) -> None:
         """Forget every row. Keys are not used again."""

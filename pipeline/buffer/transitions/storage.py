@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
-from pipeline.buffer.transitions.layout import MARKS, RowLayout
+from pipeline.buffer.transitions.layout import MARKS, SERIAL, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import ConfigError
@@ -81,6 +81,11 @@ class TransitionStorage:
     def mark(self, slot: int, *marks: int) -> None:
         """Write the marks of one slot, in the order of :data:`MARKS`."""
         _PACKED.pack_into(self._bytes, slot * self.records.itemsize, *marks)
+
+    def mark_serials(self, slots: slice, key: int) -> None:
+        """Write the serials of rows whose keys follow each other from ``key`` on."""
+        count = slots.stop - slots.start
+        self._views[SERIAL][slots] = (np.arange(count) + (key & 0xFFFFFFFF)).astype(np.uint32)
 
     def gather(self, slots: np.ndarray, names: Iterable[str] | None = None) -> Gathered:
         """Copy rows out: of ``slots`` [...] all columns, or those of ``names``, and the marks."""

@@ -1,0 +1,100 @@
+"""Rows as bytes: a block of them is a ``safetensors`` blob, its columns under their names, its marks beside them.
+
+The mark that says how far ahead an episode goes on is left out: it may change after a block was written, and follows
+from how far behind the next row's predecessor lies.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.errors import Damaged
+from pipeline.store.codec import dtype_name, read_bytes
+
+KEPT_MARKS = (EPISODE, PLACE, BEHIND, VERSION, END)
+BLOCK_BYTES = 4 << 20
+"""About how large a block is: what one copy under the buffer's lock takes a few milliseconds for."""
+
+
+def rows_of_block(ring: Ring) -> int:
+    """Return how many rows a block has."""
+    return max(1, BLOCK_BYTES // max(1, ring.storage.row_bytes))
+
+
+def encode_block(ring: Ring, first: int, count: int) -> memoryview:
+    """Return the rows of ``count`` keys from ``first`` on, which must be there, as a blob that is the caller's."""
+    layout = ring.storage.layout
+    assert layout is not None
+    parts = [(column.name, column.bits, column.shape, _name(column)) for column in layout.schema.columns]
+    parts += [(name, MARKS[name], (), _name(Column(name, MARKS[name].name))) for name in KEPT_MARKS]
+    # Wide types first, so that each is aligned to its own item size without gaps.
+    parts.sort(key=lambda part: -part[1].itemsize)
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, bits, shape, dtype in parts:
+        size = count * bits.itemsize * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": dtype, "shape": [count, *shape], "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    blob = np.empty(8 + len(text) + offset, np.uint8)
+    blob[: 8 + len(text)] = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+    at = 8 + len(text)
+    slots = np.arange(first, first + count) % ring.capacity
+    whole = slots[0] + count <= ring.capacity
+    for name, bits, shape, _ in parts:
+        size = count * bits.itemsize * int(np.prod(shape, dtype=np.int64))
+        view = ring.storage.view(name)
+        rows = view[slots[0] : slots[0] + count] if whole else view[slots]
+        blob[at : at + size].view(bits).reshape(count, *shape)[...] = rows
+        at += size
+    return memoryview(blob.data)
+
+
+def decode_block(blob: Any, schema: Schema, count: int, where: str) -> Arrays:
+    """Return the columns and marks of a block, as views of ``blob``.
+
+    Raises:
+        Damaged: it is no block of so many rows of these columns.
+    """
+    found = read_bytes(blob, where)
+    arrays: Arrays = {}
+    for column in [*schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]:
+        tensor = found.get(column.name)
+        if tensor is None:
+            raise Damaged(f"{where}: a block of rows without {column.name!r}")
+        shape = (count, *column.shape)
+        if tensor.dtype != _name(column) or tensor.shape != shape:
+            raise Damaged(
+                f"{where}: {column.name!r} is {tensor.dtype}{list(tensor.shape)} there, {_name(column)}{list(shape)} "
+                "was expected"
+            )
+        arrays[column.name] = tensor.array.view(column.bits).reshape(shape)
+    return arrays
+
+
+def take_back(ring: Ring, first: int, count: int, arrays: Arrays) -> None:
+    """Put the rows of a block into their slots: those that are the ring's by its counters, which are set already."""
+    low, high = max(first, ring.oldest), min(first + count, ring.added)
+    if low >= high:
+        return
+    begin = low % ring.capacity
+    room = min(ring.capacity - begin, high - low)
+    for start, at, size in ((low - first, begin, room), (low - first + room, 0, high - low - room)):
+        if size:
+            part = {name: array[start : start + size] for name, array in arrays.items()}
+            ring.storage.write(slice(at, at + size), part)
+            ring.storage.view(AHEAD)[at : at + size] = 0
+            ring.storage.mark_serials(slice(at, at + size), first + start)
+
+
+def _name(column: Column) -> str:
+    kind = column.torch_only
+    return dtype_name(torch.from_numpy(np.empty(0, column.bits)).dtype if kind is None else kind)

@@ -1,0 +1,74 @@
+"""A buffer's rows on their way to the disk, while others are added."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import encode_block, rows_of_block
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.replay.gate import Gate
+from pipeline.replay.state import BufferState
+
+
+class Piece(NamedTuple):
+    """The ``rows`` of keys from ``first`` on, as they will be written."""
+
+    first: int
+    rows: int
+    blob: memoryview
+
+
+class Job:
+    """Everything that one generation holds of a buffer, as of one moment.
+
+    Rows are copied block by block, each under the buffer's lock for a few milliseconds; one that is about to be
+    overwritten before its turn is copied first, by whoever overwrites it.
+    """
+
+    def __init__(self, ring: Ring, gate: Gate, state: BufferState, values: dict[str, np.ndarray], first: int) -> None:
+        """Args:
+        ring: the buffer's.
+        gate: its lock, which the caller holds.
+        state: its state.
+        values: what grows with the buffer beside the rows; copies.
+        first: rows before this key are on the disk.
+        """
+        self.state, self.values = state, values
+        self._ring, self._gate = ring, gate
+        self._next, self._end = max(first, ring.oldest), ring.added
+        self._ready: deque[Piece] = deque()
+        if self._next < self._end:
+            ring.before_overwriting = self._hand_over
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield every row that is not on the disk, oldest first. Blocks, and belongs to one thread."""
+        while True:
+            with self._gate.lock:
+                if not self._ready:
+                    self._copy(self._end, at_once=False)
+                if not self._ready:
+                    self.close()
+                    return
+                piece = self._ready.popleft()
+            yield piece
+
+    def close(self) -> None:
+        """Let rows be overwritten that were not copied."""
+        if self._ring.before_overwriting == self._hand_over:
+            self._ring.before_overwriting = None
+
+    def _hand_over(self, upto: int) -> None:
+        self._copy(min(upto, self._end), at_once=True)
+
+    def _copy(self, upto: int, *, at_once: bool) -> None:
+        most = rows_of_block(self._ring)
+        while self._next < upto:
+            count = min(most, (self._end if at_once else upto) - self._next)
+            self._ready.append(Piece(self._next, count, encode_block(self._ring, self._next, count)))
+            self._next += count
+            if not at_once:
+                return

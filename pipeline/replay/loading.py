@@ -1,0 +1,120 @@
+"""Reading a generation of a buffer: everything is read and checked before anything is changed. Blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import decode_block, take_back
+from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.checkpoint.generations import Stored
+from pipeline.errors import Damaged, UsageError
+from pipeline.records import Location
+from pipeline.replay.state import BLOCKS_FILE, STATE_FILE, VALUES_FOLDER, Block, BufferState, decode_state
+from pipeline.store.files import open_plain
+from pipeline.store.layout import Layout
+from pipeline.store.segments import PayloadReader, Place
+from pipeline.wiring.recovery import read_generation
+
+
+class Read(NamedTuple):
+    """What a generation holds; nothing of it is in use yet."""
+
+    stored: Stored
+    state: BufferState
+    unknown: dict[str, Any]
+    blocks: list[Block]
+    values: dict[str, np.ndarray]
+    states: dict[str, Any]
+    ring: Ring
+
+
+def read(
+    layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], capacity: int, schema: Schema | None
+) -> Read:
+    """Read and check a generation, its rows into a ring of ``capacity`` of its own.
+
+    Raises:
+        Damaged: something is missing or was changed; the message names file and byte.
+        UsageError: what is attached, or the columns, are not what the generation holds.
+        ConfigError: the rows do not fit into memory.
+    """
+    states = read_generation(stored, attached)
+    path = os.path.join(stored.folder, STATE_FILE)
+    with open_plain(path) as file:
+        state, unknown = decode_state(file.read(), path)
+    if schema is not None and state.schema is not None and schema != state.schema:
+        raise UsageError(
+            f"{path}: the rows have the columns {', '.join(map(str, state.schema.columns))}; this buffer has "
+            f"{', '.join(map(str, schema.columns))}. Build it without schema=, or with that one"
+        )
+    ring = Ring(TransitionStorage(capacity, state.schema))
+    ring.restore(state.added, state.size, state.cut_keys)
+    ring.episodes.load(state.open_episodes, state.next_episode)
+    blocks = _read_blocks(os.path.join(stored.folder, BLOCKS_FILE), state)
+    if state.schema is not None:
+        _read_rows(PayloadReader(layout, run_tag), ring, state.schema, blocks, layout)
+        try:
+            ring.relink()
+        except (IndexError, ValueError, MemoryError) as error:
+            raise Damaged(f"{path}: the rows do not fit together ({error})") from None
+    return Read(stored, state, unknown, blocks, _read_values(stored), states, ring)
+
+
+def _read_blocks(path: str, state: BufferState) -> list[Block]:
+    """Return the places of all rows, of which none may be missing."""
+    with open_plain(path) as file:
+        try:
+            blocks = msgspec.msgpack.decode(file.read(), type=list[Block])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise Damaged(f"{path}: the list of blocks is damaged ({error})") from None
+    expected = state.added - state.size
+    for block in blocks:
+        if (
+            block.count < 1
+            or block.first > expected
+            or min(block.segment_key) < 0
+            or min(block.offset, block.length) < 0
+        ):
+            raise Damaged(f"{path}: rows from {expected} on are missing, before those from {block.first} on")
+        expected = max(expected, block.first + block.count)
+    if expected < state.added:
+        raise Damaged(f"{path}: rows from {expected} to {state.added} are missing")
+    return blocks
+
+
+def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequence[Block], layout: Layout) -> None:
+    wanted = {block.first: block for block in blocks if block.first + block.count > ring.oldest}
+    places: list[Place] = [
+        (block.first, 0, Location(*block.segment_key, block.offset, block.length)) for block in wanted.values()
+    ]
+    for place, found in reader.each(places):
+        if isinstance(found, Damaged):
+            raise found
+        block = wanted[place[0]]
+        where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
+        take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where))
+
+
+def _read_values(stored: Stored) -> dict[str, np.ndarray]:
+    values = {}
+    for info in stored.manifest.files:
+        folder, _, name = info.path.partition("/")
+        if folder == VALUES_FOLDER:
+            with open_plain(os.path.join(stored.folder, info.path)) as file:
+                values[name] = np.frombuffer(file.read(), _dtype_of(name))
+    return values
+
+
+def _dtype_of(name: str) -> np.dtype[Any]:
+    """The end of a file's name is its dtype."""
+    try:
+        return np.dtype(name.rpartition(".")[2])
+    except TypeError:
+        raise Damaged(f"{VALUES_FOLDER}/{name}: its dtype is unknown") from None

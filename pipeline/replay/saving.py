@@ -1,0 +1,245 @@
+"""Saving a buffer and what was attached to it, and going on from that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.buffer.transitions.drawing import Drawer
+from pipeline.buffer.transitions.limiter import Counts
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.checkpoint.generations import choose, with_offer
+from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
+from pipeline.config import ReplayOptions
+from pipeline.errors import Damaged, UsageError
+from pipeline.observe import events
+from pipeline.replay.gate import Gate
+from pipeline.replay.job import Job
+from pipeline.replay.loading import Read, read
+from pipeline.replay.state import BufferState, generator_state, set_generator
+from pipeline.replay.store import Generation, ReplayStore, Saving
+
+
+class ReplayResumed(NamedTuple):
+    """Where a buffer goes on."""
+
+    step: int
+    """The trainer's step of the generation; 0 in an empty directory."""
+    generation: int | None
+    rows: int
+    """How many rows are there."""
+
+
+class Parts(NamedTuple):
+    """What a buffer's state consists of; the saver reads it under the buffer's lock."""
+
+    ring: Ring
+    drawer: Drawer
+    counts: Counts
+    rng: np.random.Generator
+    extras: Mapping[str, Any]
+    """More parts with ``state``, ``arrays`` and ``load``, by name."""
+
+
+class Saver:
+    """Saves and resumes one buffer. ``save`` and ``resume`` belong to the trainer's thread."""
+
+    def __init__(self, options: ReplayOptions, gate: Gate) -> None:
+        self.store = ReplayStore(options) if options.directory is not None else None
+        self._options, self._gate = options, gate
+        self.attached: dict[str, Any] = {}
+        self.stale_updates = 0
+        self._ready = False
+        self._unknown: dict[str, Any] = {}
+        self._saving: Saving | None = None
+        self._thread: threading.Thread | None = None
+        self.saved_step = 0
+
+    def attach(self, objects: Mapping[str, Any]) -> None:
+        """Add what is saved and restored with the buffer.
+
+        Raises:
+            ConfigError: a name cannot be that of a file, or an object has no state.
+        """
+        check_attachable(objects)
+        self.attached.update(objects)
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, parts: Parts) -> Saving:
+        """Capture everything and write it; returns once the trainer's tensors have been read.
+
+        Raises:
+            UsageError: there is no directory, or the folder is in use and was not resumed.
+            WriteFailed: the trainer's state, or the generation before this one, could not be written.
+        """
+        store = self._opened()
+        if not self._ready:
+            self._check_unused(store)
+        if step.__class__ is not int or step < 0:
+            raise UsageError(f"save(step={step!r}): a whole number from 0 on is needed")
+        self.finish()
+        states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
+        generation = store.begin(step, states, list(self.attached))
+        with self._gate.lock:
+            job = Job(parts.ring, self._gate, self._state(parts), self._values(parts), self._first(parts.ring))
+        self.saved_step = step
+        self._saving = generation.saving
+        self._thread = threading.Thread(target=self._write, args=(store, generation, job), name="forebay save")
+        self._thread.start()
+        return generation.saving
+
+    def _write(self, store: ReplayStore, generation: Generation, job: Job) -> None:
+        try:
+            store.commit(generation, job, self._unknown)
+        except BaseException as error:
+            generation.saving.end(error)
+        else:
+            generation.saving.end()
+
+    def finish(self) -> None:
+        """Wait for the generation that is being written.
+
+        Raises:
+            WriteFailed: it could not be, and nobody was told yet.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raise the error of a save that failed after it had returned; once."""
+        saving = self._saving
+        if saving is not None and saving.done:
+            self._saving = None
+            if saving.error is not None and not saving.told:
+                raise saving.error
+
+    def _first(self, ring: Ring) -> int:
+        """The key from which on rows are not on the disk."""
+        assert self.store is not None
+        blocks = self.store.blocks
+        return max(blocks[-1].first + blocks[-1].count if blocks else 0, ring.oldest)
+
+    def _state(self, parts: Parts) -> BufferState:
+        ring = parts.ring
+        schema = ring.storage.schema
+        return BufferState(
+            columns=None if schema is None else list(schema.columns),
+            capacity=ring.capacity,
+            added=ring.added,
+            size=ring.size,
+            next_episode=ring.episodes.next,
+            open_episodes=ring.episodes.state(),
+            cut_keys=[key for key in ring.cut_keys if key >= ring.oldest],
+            stale_updates=self.stale_updates,
+            limiter=parts.counts.state(),
+            generator=generator_state(parts.rng),
+            selection=str(self._options.select.__struct_config__.tag),
+            selector=parts.drawer.state(),
+            extras={name: part.state() for name, part in parts.extras.items()},
+        )
+
+    def _values(self, parts: Parts) -> dict[str, np.ndarray]:
+        values = {f"selector.{name}": each for name, each in parts.drawer.arrays().items()}
+        for part, owner in parts.extras.items():
+            values |= {f"{part}.{name}": each for name, each in owner.arrays().items()}
+        return {f"{name}.{each.dtype.name}": each for name, each in values.items()}
+
+    # -- resuming ----------------------------------------------------------------------------------------------
+
+    def find(self, step: int | None, ring: Ring) -> Read | None:
+        """Read and check what to go on from; None in an empty directory.
+
+        Raises:
+            UsageError: rows were added already.
+            Damaged, StoreError: it cannot be read; the message offers what can.
+        """
+        store = self._opened()
+        if ring.added or self._ready:
+            raise UsageError("resume() comes first: before rows are added, and once")
+        found = store.find()
+        if not found.complete and not found.damaged:
+            if step is not None:
+                choose(found, step, store.folder.layout.directory)
+            return None
+        stored = choose(found, step, store.folder.layout.directory)
+        layout, tag = store.folder.layout, store.folder.tag
+        try:
+            return read(layout, tag, stored, list(self.attached), ring.capacity, ring.storage.schema)
+        except Damaged as error:
+            raise with_offer(error, stored, found) from None
+
+    def take_over(self, found: Read, parts: Parts) -> None:
+        """Put what was read in use. ``parts`` hold the ring that was read."""
+        store = self.store
+        assert store is not None
+        state = found.state
+        values = {name.rpartition(".")[0]: each for name, each in found.values.items()}
+        own = str(self._options.select.__struct_config__.tag)
+        try:
+            if state.generator:
+                set_generator(parts.rng, state.generator)
+            if state.limiter:
+                parts.counts.load(state.limiter)
+            mine = _of_part(values, "selector")
+            parts.drawer.load(state.selector if state.selection == own else {}, mine if state.selection == own else {})
+            for name, part in parts.extras.items():
+                part.load(state.extras.get(name, {}), _of_part(values, name))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{found.stored.folder}: the buffer's state does not fit together ({error!r})") from None
+        if state.selection != own:
+            store.log.warning(events.TASK_CHANGED, what="select", before=state.selection, now=own)
+        self.stale_updates = state.stale_updates
+        self._unknown = found.unknown
+        store.adopt(found.stored, found.blocks)
+
+    def ready(self, found: Read | None, parts: Parts) -> ReplayResumed:
+        """Note that the run goes on from here; where that is not its newest generation, make it the newest one."""
+        store = self.store
+        assert store is not None
+        self._ready = True
+        if found is None:
+            return ReplayResumed(0, None, 0)
+        manifest = found.stored.manifest
+        self.saved_step = manifest.step
+        store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=parts.ring.size)
+        if store.find().complete[-1].manifest.generation != manifest.generation:
+            # Otherwise a crash would bring back what came after it, and was let go.
+            generation = store.begin(manifest.step, (), list(self.attached))
+            generation.link(found.stored)
+            with self._gate.lock:
+                job = Job(parts.ring, self._gate, self._state(parts), self._values(parts), self._first(parts.ring))
+            store.commit(generation, job, self._unknown)
+        return ReplayResumed(manifest.step, store.parent, parts.ring.size)
+
+    def _opened(self) -> ReplayStore:
+        if self.store is None:
+            raise UsageError("the buffer has no directory: build it with directory= to save and resume it")
+        self.store.open()
+        return self.store
+
+    def _check_unused(self, store: ReplayStore) -> None:
+        found = store.find()
+        if found.complete or found.damaged:
+            raise UsageError(
+                f"{store.folder.layout.directory} holds a saved buffer: call resume() before the first save, or choose "
+                "an empty directory"
+            )
+        self._ready = True
+
+    def close(self) -> None:
+        """Wait for what is being written, and give the folder back."""
+        try:
+            self.finish()
+        finally:
+            if self.store is not None:
+                self.store.close()
+
+
+def _of_part(values: Mapping[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
+    return {name[len(part) + 1 :]: each for name, each in values.items() if name.startswith(f"{part}.")}

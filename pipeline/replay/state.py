@@ -1,0 +1,127 @@
+"""What a generation says of a buffer, beside its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.errors import Damaged, NewerFormat
+from pipeline.store.layout import SegmentKey
+
+STATE_VERSION = 1
+STATE_FILE = "replay.json"
+BLOCKS_FILE = "blocks.msgpack"
+VALUES_FOLDER = "values"
+KIND = "replay"
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the rows of ``count`` keys from ``first`` on lie."""
+
+    first: int
+    count: int
+    incarnation: int
+    rank: int
+    segment: int
+    offset: int
+    length: int
+
+    @property
+    def segment_key(self) -> SegmentKey:
+        """What names the segment."""
+        return self.incarnation, self.rank, self.segment
+
+
+class BufferState(msgspec.Struct, kw_only=True):
+    """Content of ``replay.json``; every field has a default, so that old files load."""
+
+    format_version: int = STATE_VERSION
+    columns: list[Column] | None = None
+    """None: nothing was ever added."""
+    capacity: int = 0
+    added: int = 0
+    size: int = 0
+    next_episode: int = 0
+    open_episodes: list[list[int]] = []
+    """[environment, key of the newest row, number, place of that row] each."""
+    cut_keys: list[int] = []
+    """Keys of rows with which an episode was left where it was."""
+    stale_updates: int = 0
+    limiter: dict[str, int] = {}
+    generator: dict[str, Any] = {}
+    """The state of numpy's PCG64; its 128 bit words in hexadecimal."""
+    selection: str = ""
+    """The tag of the selection that the next field is of."""
+    selector: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
+    """Of parts that are not in use everywhere, by name."""
+
+    @property
+    def schema(self) -> Schema | None:
+        """The columns."""
+        return None if self.columns is None else Schema(tuple(self.columns))
+
+
+def encode_state(state: BufferState, unknown: dict[str, Any]) -> bytes:
+    """Return the file's bytes; ``unknown`` are fields of a newer version that are carried along."""
+    return msgspec.json.format(msgspec.json.encode({**unknown, **msgspec.to_builtins(state)})) + b"\n"
+
+
+def decode_state(raw: bytes, where: str) -> tuple[BufferState, dict[str, Any]]:
+    """Return the state in a file, and the fields of it that this version does not know.
+
+    Raises:
+        NewerFormat: it was written by a newer version.
+        Damaged: it is no such state.
+    """
+    try:
+        fields = msgspec.json.decode(raw)
+        version = fields.get("format_version", 0)
+        if version > STATE_VERSION:
+            raise NewerFormat(
+                f"{where}: the buffer's state has format {version}; this version reads up to {STATE_VERSION}. "
+                "Install a newer forebay."
+            )
+        state = msgspec.convert(fields, BufferState)
+        if not (0 <= state.size <= state.added and state.size <= max(state.capacity, 0)):
+            raise ValueError(f"{state.size} rows of {state.added} that were added to {state.capacity} places")
+        for open_episode in state.open_episodes:
+            if len(open_episode) != 4 or not 0 <= open_episode[0] < 1 << 20:
+                raise ValueError(f"an open episode is said to be {open_episode}")
+        if state.columns is not None:
+            for column in state.columns:
+                if column.nbytes < 0 or min(column.shape, default=0) < 0:
+                    raise ValueError(f"a column is said to be {column}")
+    except (msgspec.MsgspecError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise Damaged(f"{where}: the buffer's state is damaged ({error})") from None
+    known = set(BufferState.__struct_fields__)
+    return state, {name: value for name, value in fields.items() if name not in known}
+
+
+def generator_state(rng: np.random.Generator) -> dict[str, Any]:
+    """Return the state of a PCG64 generator as plain values that JSON keeps."""
+    state: Any = rng.bit_generator.state
+    return {
+        "name": state["bit_generator"],
+        "state": hex(state["state"]["state"]),
+        "inc": hex(state["state"]["inc"]),
+        "has_uint32": state["has_uint32"],
+        "uinteger": state["uinteger"],
+    }
+
+
+def set_generator(rng: np.random.Generator, state: dict[str, Any]) -> None:
+    """Take back what :func:`generator_state` gave.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is no such state.
+    """
+    rng.bit_generator.state = {
+        "bit_generator": state["name"],
+        "state": {"state": int(state["state"], 16), "inc": int(state["inc"], 16)},
+        "has_uint32": state["has_uint32"],
+        "uinteger": state["uinteger"],
+    }

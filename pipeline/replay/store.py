@@ -1,0 +1,287 @@
+"""A buffer's folder: generations of its state, and segments with blocks of its rows. Everything here blocks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stored, find_generations
+from pipeline.checkpoint.manifest import TRAINER_FOLDER, FileInfo, Manifest
+from pipeline.checkpoint.trainer_state import CapturedState
+from pipeline.clock import Clock
+from pipeline.config import ReplayOptions
+from pipeline.errors import ForebayError, UsageError, WriteFailed
+from pipeline.observe import events
+from pipeline.observe.logs import RunContext, logger
+from pipeline.replay.job import Job
+from pipeline.replay.state import BLOCKS_FILE, KIND, STATE_FILE, VALUES_FOLDER, Block, encode_state
+from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.writer import StoreWriter
+from pipeline.wiring.collecting import listed_segments
+from pipeline.wiring.folder import RunFolder
+from pipeline.wiring.retention import Retention
+
+
+class Saving:
+    """A generation that is being written beside the trainer."""
+
+    def __init__(self, generation: int, step: int) -> None:
+        self.generation, self.step = generation, step
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self.told = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is on the disk; return False if ``timeout`` seconds were over before.
+
+        Raises:
+            WriteFailed: it could not be written; the one before it stands.
+        """
+        if not self._done.wait(timeout):
+            return False
+        if self._error is not None:
+            self.told = True
+            raise self._error
+        return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note how it ended."""
+        self._error = error
+        self._done.set()
+
+    def __repr__(self) -> str:
+        return f"Saving(generation={self.generation}, step={self.step})"
+
+
+class Keeping(NamedTuple):
+    """What retention looks at."""
+
+    options: ReplayOptions
+    clock: Clock
+    log: Any
+
+
+class ReplayStore:
+    """The folder of one buffer, while this process holds it."""
+
+    def __init__(self, options: ReplayOptions, files: FilesLike | None = None) -> None:
+        assert options.directory is not None
+        self.options = options
+        self.files: FilesLike = files or OsFiles()
+        self.folder = RunFolder(options.directory, self.files)
+        self.context = RunContext()
+        self.log = logger(self.context)
+        self.opened = False
+        self.blocks: list[Block] = []
+        """Those of the newest generation of this line."""
+        self.parent = -1
+        self.incarnation = 0
+        self._writer: StoreWriter | None = None
+        self._next = 0
+        self._keeping = Keeping(options, Clock(time.monotonic, time.time), self.log)
+        self._retention = Retention(self._keeping, self.files, self.folder.layout)
+
+    def open(self) -> None:
+        """Take the folder's lock.
+
+        Raises:
+            NotARun, Locked, StoreError: it cannot be used.
+        """
+        if self.opened:
+            return
+        self.folder.open()
+        self.opened = True
+        self.incarnation, self._next = self.folder.incarnation, self.folder.next_generation
+        self.context.update(run=self.folder.run_id[:8], incarnation=self.incarnation)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if not self.opened:
+            return
+        self.opened = False
+        try:
+            self._drop_writer()
+        finally:
+            self.folder.release()
+
+    def find(self) -> Found:
+        """Read every generation's manifest.
+
+        Raises:
+            UsageError: a pipeline wrote them.
+        """
+        found = find_generations(self.folder.layout, self.folder.run_id)
+        for stored in found.complete:
+            if stored.manifest.kind != KIND:
+                raise UsageError(
+                    f"{self.folder.layout.directory}: the run of a {stored.manifest.kind}, not of a replay buffer; "
+                    "open it with what wrote it, or choose another directory"
+                )
+        return found
+
+    def begin(self, step: int, states: Sequence[CapturedState], attached: Sequence[str]) -> Generation:
+        """Begin a generation: the trainer's tensors are read here.
+
+        Raises:
+            WriteFailed: they could not be written; nothing of it stays.
+        """
+        self.folder.keep()
+        number = self._next
+        self._next += 1
+        writer = GenerationWriter(self.folder.layout, self.files, number)
+        manifest = Manifest(
+            kind=KIND,
+            run_id=self.folder.run_id,
+            generation=number,
+            parent=self.parent,
+            step=step,
+            written=datetime.now(UTC).isoformat(timespec="seconds"),
+            attached=sorted(attached),
+            options=self.options.to_dict(),
+        )
+        generation = Generation(writer, manifest, Saving(number, step))
+        generation.write_trainer(self.files, states)
+        return generation
+
+    def adopt(self, stored: Stored, blocks: list[Block]) -> None:
+        """Go on from a generation."""
+        self.parent, self.blocks = stored.manifest.generation, blocks
+
+    def commit(self, generation: Generation, job: Job, unknown: dict[str, Any]) -> Stored:
+        """Write the rows that are new, and commit.
+
+        Raises:
+            WriteFailed: the generation does not exist; those before it do. A retry writes the rows again.
+        """
+        begun = time.monotonic()
+        manifest = generation.manifest
+        try:
+            stored, live, open_segment, blocks = self._commit(generation, job, unknown)
+        except BaseException as error:
+            job.close()
+            generation.abandon()
+            # Nothing may be believed that this writer wrote: the next one begins in files of its own.
+            self._drop_writer(failed=True)
+            self.log.error(
+                events.GENERATION_FAILED, generation=manifest.generation, step=manifest.step, error=str(error)
+            )
+            raise
+        self.adopt(stored, blocks)
+        self.log.info(
+            events.GENERATION_COMMITTED,
+            generation=manifest.generation,
+            step=manifest.step,
+            bytes=sum(info.bytes for info in stored.manifest.files),
+            seconds=time.monotonic() - begun,
+            reason=manifest.reason,
+        )
+        self._retention.committed(stored, live, open_segment)
+        return stored
+
+    def _commit(
+        self, generation: Generation, job: Job, unknown: dict[str, Any]
+    ) -> tuple[Stored, dict[tuple[int, int, int], int], int, list[Block]]:
+        writer = self._open_writer()
+        oldest = job.state.added - job.state.size
+        blocks = [block for block in self.blocks if block.first + block.count > oldest]
+        for piece in job.pieces():
+            # Written at once, one after the other: no more than one waits in memory.
+            place = writer.place(piece.blob, piece.first, 0, 0)
+            batch = writer.take()
+            writer.write(batch)
+            writer.done(batch)
+            at = (place.incarnation, place.rank, place.segment, place.offset, place.length)
+            blocks.append(Block(piece.first, piece.rows, *at))
+        position, written = writer.sync()
+        live: dict[tuple[int, int, int], int] = {}
+        for block in blocks:
+            live[block.segment_key] = live.get(block.segment_key, 0) + block.length
+        try:
+            generation.writer.add(STATE_FILE, encode_state(job.state, unknown))
+            generation.writer.add(BLOCKS_FILE, msgspec.msgpack.encode(blocks))
+            for name, values in job.values.items():
+                generation.writer.add(f"{VALUES_FOLDER}/{name}", np.ascontiguousarray(values).tobytes())
+        except OSError as error:
+            raise WriteFailed(f"{generation.writer.folder}: could not be written: {error}. {RETRY}") from error
+        open_segment = writer.open_segment
+        manifest = msgspec.structs.replace(
+            generation.manifest,
+            incarnation=self.incarnation,
+            journals=[msgspec.structs.replace(position, segment=open_segment)],
+            segments=listed_segments(self.folder.layout, written, live, self.incarnation, open_segment),
+            files=sorted(generation.writer.infos, key=lambda info: info.path),
+            reusable=self._retention.reusable(generation.manifest),
+        )
+        return generation.writer.commit(manifest), live, open_segment, blocks
+
+    def _open_writer(self) -> StoreWriter:
+        if self._writer is None:
+            self._writer = StoreWriter(
+                self.folder.layout, self.files, run_tag=self.folder.tag, incarnation=self.incarnation
+            )
+        return self._writer
+
+    def _drop_writer(self, *, failed: bool = False) -> None:
+        writer, self._writer = self._writer, None
+        if failed:
+            self.incarnation += 1
+        if writer is not None:
+            try:
+                writer.close()
+            except ForebayError:
+                if not failed:
+                    raise
+
+
+class Generation:
+    """A generation that is being written."""
+
+    def __init__(self, writer: GenerationWriter, manifest: Manifest, saving: Saving) -> None:
+        self.writer, self.manifest, self.saving = writer, manifest, saving
+
+    def write_trainer(self, files: FilesLike, states: Sequence[CapturedState]) -> None:
+        """Write what reads the trainer's tensors."""
+        try:
+            self.writer.begin()
+            if states:
+                files.makedirs(os.path.join(self.writer.folder, TRAINER_FOLDER))
+            for state in states:
+                path = f"{TRAINER_FOLDER}/{state.name}.safetensors"
+                target = os.path.join(self.writer.folder, path)
+                size, checksum = state.write(files, target, to_sync=self.writer.sync_later)
+                self.writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, OSError) and not isinstance(error, ForebayError):
+                raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. {RETRY}") from error
+            raise
+
+    def link(self, stored: Stored) -> None:
+        """Take over the trainer's files of another generation by reference."""
+        for info in stored.manifest.files:
+            if info.path.startswith(TRAINER_FOLDER + "/"):
+                self.writer.link(info.path, os.path.join(stored.folder, info.path), info)
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as the disk lets us; the next commit tries again."""
+        try:
+            self.writer.abandon()
+        except OSError:
+            return
