@@ -17,9 +17,17 @@ from datetime import datetime
 from typing import NamedTuple
 
 from pipeline.checkpoint.collect import Needs
-from pipeline.checkpoint.manifest import MANIFEST_FILE, FileInfo, Manifest, decode_manifest, encode_manifest
+from pipeline.checkpoint.manifest import (
+    MANIFEST_FILE,
+    PIPELINE,
+    REPLAY,
+    FileInfo,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
 from pipeline.checkpoint.trainer_state import check_file
-from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError, WriteFailed
+from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError, UsageError, WriteFailed
 from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import crc32c, crc32c_of_file
 from pipeline.store.layout import Layout, write_file
@@ -27,6 +35,7 @@ from pipeline.store.layout import Layout, write_file
 RETRY = "Free space or mend the disk; a retry may work"
 """What a message about a generation that could not be written ends with: nothing of it stays."""
 
+_KINDS = {PIPELINE: "pipeline", REPLAY: "replay buffer"}
 _NAME = re.compile(r"\d+")
 
 
@@ -84,6 +93,22 @@ def find_generations(layout: Layout, run_id: str) -> Found:
             continue
         complete.append(Stored(folder, manifest))
     return Found(complete, damaged)
+
+
+def of_kind(found: Found, kind: str, where: str) -> Found:
+    """Return ``found``, whose generations must be of ``kind``.
+
+    Raises:
+        UsageError: something else wrote them.
+    """
+    for stored in found.complete:
+        if stored.manifest.kind != kind:
+            wrote = _KINDS.get(stored.manifest.kind, stored.manifest.kind)
+            raise UsageError(
+                f"{where}: the run of a {wrote}, not of a {_KINDS[kind]}; open it with what wrote it, or choose "
+                "another directory"
+            )
+    return found
 
 
 def next_number(layout: Layout) -> int:

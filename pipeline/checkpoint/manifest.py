@@ -21,6 +21,8 @@ MANIFEST_FILE = "manifest.json"
 CONSUMER_FILE = "consumer.json"
 PROGRESS_FILE = "progress.json"
 TRAINER_FOLDER = "trainer"
+PIPELINE, REPLAY = "pipeline", "replay"
+"""Kinds of runs: of a pipeline, and of a buffer of transitions without one."""
 REPLAY_BUFFER = "replay_buffer"
 """What ``left_out`` of a manifest calls the buffer."""
 
@@ -63,8 +65,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Run id and generation that the run was forked from, in its first generation."""
     reusable: list[int] | None = None
     """Generations, this one among them, whose resume may use what came after them. Not said: all that are there."""
-    kind: str = "pipeline"
-    """What wrote it: ``pipeline``, or ``replay``, a buffer without one."""
+    kind: str = PIPELINE
+    """What wrote it."""
     external: str = ""
     """Path of the trainer's own checkpoint that the generation goes with, as it was given."""
     checksum: str = ""

@@ -14,6 +14,7 @@ from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import (
     CONSUMER_FILE,
     MANIFEST_FILE,
+    PIPELINE,
     PROGRESS_FILE,
     REPLAY_BUFFER,
     FileInfo,
@@ -21,7 +22,7 @@ from pipeline.checkpoint.manifest import (
     decode_manifest,
 )
 from pipeline.checkpoint.trainer_state import check_file
-from pipeline.errors import Damaged, NewerFormat, NotARun, StoreError
+from pipeline.errors import Damaged, NewerFormat, NotARun, StoreError, UsageError
 from pipeline.ledger import ConsumerHalf
 from pipeline.records import Inherited
 from pipeline.sampler.progress import Progress, decode_progress
@@ -81,6 +82,9 @@ def survey(layout: Layout) -> Survey:
         Damaged: neither the marker nor a manifest says which run this is.
     """
     found = _manifests(layout)
+    for _, folder, manifest in found:
+        if isinstance(manifest, Manifest) and manifest.kind != PIPELINE:
+            raise UsageError(f"{folder}: of a replay buffer; resume(step=...) goes on from an older generation of it")
     run, losses = _identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
     return Survey(run, [_examine(run.run_id, *each) for each in found], losses)
 

@@ -26,6 +26,7 @@ from pipeline.replay.gate import Gate
 from pipeline.replay.sampling import Sampler, Wanted
 from pipeline.replay.saving import Parts, ReplayResumed, Saver
 from pipeline.replay.store import Saving
+from pipeline.store.files import FilesLike
 
 _DEFAULT: Any = object()
 
@@ -72,10 +73,13 @@ class ReplayBuffer:
     verbs for tasks. Options are those of :class:`~pipeline.config.ReplayOptions`.
     """
 
-    def __init__(self, capacity: int, *, schema: Schema | None = None, **options: Any) -> None:
+    def __init__(
+        self, capacity: int, *, schema: Schema | None = None, files: FilesLike | None = None, **options: Any
+    ) -> None:
         """Args:
         capacity: how many rows are held.
         schema: the columns; else those of the first rows.
+        files: the file layer, for tests.
         options: see :class:`~pipeline.config.ReplayOptions`.
 
         Raises:
@@ -83,7 +87,7 @@ class ReplayBuffer:
         """
         self.options = ReplayOptions.build(capacity, options)
         self.gate = Gate()
-        self._saver = Saver(self.options, self.gate)
+        self._saver = Saver(self.options, self.gate, files)
         self._due = None if self._saver.store is None else Due(self.options, self._saver.store.folder.layout.stop_file)
         self._use(self._parts(Ring(TransitionStorage(capacity, schema))))
         self._forked = False

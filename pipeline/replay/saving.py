@@ -21,6 +21,7 @@ from pipeline.replay.job import Job
 from pipeline.replay.loading import Read, read
 from pipeline.replay.state import BufferState, generator_state, set_generator
 from pipeline.replay.store import Generation, ReplayStore, Saving
+from pipeline.store.files import FilesLike
 
 
 class ReplayResumed(NamedTuple):
@@ -47,8 +48,8 @@ class Parts(NamedTuple):
 class Saver:
     """Saves and resumes one buffer. ``save`` and ``resume`` belong to the trainer's thread."""
 
-    def __init__(self, options: ReplayOptions, gate: Gate) -> None:
-        self.store = ReplayStore(options) if options.directory is not None else None
+    def __init__(self, options: ReplayOptions, gate: Gate, files: FilesLike | None = None) -> None:
+        self.store = ReplayStore(options, files) if options.directory is not None else None
         self._options, self._gate = options, gate
         self.attached: dict[str, Any] = {}
         self.stale_updates = 0

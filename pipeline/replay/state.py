@@ -15,7 +15,6 @@ STATE_VERSION = 1
 STATE_FILE = "replay.json"
 BLOCKS_FILE = "blocks.msgpack"
 VALUES_FOLDER = "values"
-KIND = "replay"
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stored, find_generations
-from pipeline.checkpoint.manifest import TRAINER_FOLDER, FileInfo, Manifest
+from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stored, find_generations, of_kind
+from pipeline.checkpoint.manifest import REPLAY, TRAINER_FOLDER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.clock import Clock
 from pipeline.config import ReplayOptions
-from pipeline.errors import ForebayError, UsageError, WriteFailed
+from pipeline.errors import ForebayError, WriteFailed
 from pipeline.observe import events
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.job import Job
-from pipeline.replay.state import BLOCKS_FILE, KIND, STATE_FILE, VALUES_FOLDER, Block, encode_state
+from pipeline.replay.state import BLOCKS_FILE, STATE_FILE, VALUES_FOLDER, Block, encode_state
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.writer import StoreWriter
 from pipeline.wiring.collecting import listed_segments
@@ -127,14 +127,8 @@ class ReplayStore:
         Raises:
             UsageError: a pipeline wrote them.
         """
-        found = find_generations(self.folder.layout, self.folder.run_id)
-        for stored in found.complete:
-            if stored.manifest.kind != KIND:
-                raise UsageError(
-                    f"{self.folder.layout.directory}: the run of a {stored.manifest.kind}, not of a replay buffer; "
-                    "open it with what wrote it, or choose another directory"
-                )
-        return found
+        layout = self.folder.layout
+        return of_kind(find_generations(layout, self.folder.run_id), REPLAY, layout.directory)
 
     def begin(self, step: int, states: Sequence[CapturedState], attached: Sequence[str]) -> Generation:
         """Begin a generation: the trainer's tensors are read here.
@@ -147,7 +141,7 @@ class ReplayStore:
         self._next += 1
         writer = GenerationWriter(self.folder.layout, self.files, number)
         manifest = Manifest(
-            kind=KIND,
+            kind=REPLAY,
             run_id=self.folder.run_id,
             generation=number,
             parent=self.parent,

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from pipeline.buffer import Batch
 from pipeline.buffer.staleness import floor
 from pipeline.checkpoint.fold import PayloadPlaces
-from pipeline.checkpoint.generations import Stored, choose, find_generations
+from pipeline.checkpoint.generations import Stored, choose, find_generations, of_kind
 from pipeline.checkpoint.lines import find_line
+from pipeline.checkpoint.manifest import PIPELINE
 from pipeline.errors import Damaged, NotARun
 from pipeline.ledger import ConsumerHalf, Entry, Ledger
 from pipeline.records import BatchHint, Location, Moved, Opened
@@ -60,7 +61,7 @@ def recorded_batches(
     run = layout.read_run() if os.path.isdir(layout.directory) else None
     if run is None:
         raise NotARun(f"{layout.directory}: there is no run")
-    stored = choose(find_generations(layout, run.run_id), step, layout.directory)
+    stored = choose(of_kind(find_generations(layout, run.run_id), PIPELINE, layout.directory), step, layout.directory)
     reader = PayloadReader(layout, run.tag)
     for each in _Line(layout, run.tag, stored).batches():
         try:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.checkpoint.generations import Stored, choose, find_generations, with_offer
+from pipeline.checkpoint.generations import Stored, choose, find_generations, of_kind, with_offer
 from pipeline.checkpoint.lines import Line, find_line
-from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
+from pipeline.checkpoint.manifest import PIPELINE, REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.ledger import BUFFERED, PARKED, WAITING
 from pipeline.observe import events
@@ -101,7 +101,7 @@ def find_to_resume(
         UsageError: the seed, or what is attached, is not what the generation holds.
     """
     layout = origin.layout
-    found = find_generations(layout, origin.run_id)
+    found = of_kind(find_generations(layout, origin.run_id), PIPELINE, layout.directory)
     if not found.complete and not found.damaged:
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory, external)

@@ -67,6 +67,8 @@ class TransitionBatch:
     def __getitem__(self, name: str) -> Any:
         array = self._arrays.get(name)
         if array is not None:
+            if not array.flags.c_contiguous:  # a column of packed records, which `view(-1)` would refuse
+                array = self._arrays[name] = array.copy()
             return self._out(array, name)
         inner = {each[len(name) + 1 :]: self[each] for each in self._arrays if each.startswith(f"{name}.")}
         if not inner:

@@ -1,0 +1,399 @@
+"""A buffer that is saved and resumed is the buffer that was not."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import (
+    Anneal,
+    Column,
+    Damaged,
+    Locked,
+    Pipeline,
+    Prioritized,
+    ReplayBuffer,
+    Schema,
+    StoreError,
+    Uniform,
+    UsageError,
+    WithoutReplacement,
+)
+from pipeline.buffer.transitions.columns import flat
+from pipeline.checkpoint import salvage, verify
+from pipeline.config import Ordered
+from tests.support.disk import ScriptedFiles, tree
+from tests.support.replaying import CAPACITY, Counter, contents, draws, fill, rows
+from tests.support.runs import task
+
+SELECTIONS: dict[str, Any] = {
+    "uniform": Uniform(),
+    "window": Uniform(window=20),
+    "carry": WithoutReplacement(),
+    "keep": WithoutReplacement(last="keep"),
+    "drop": WithoutReplacement(last="drop"),
+    "prioritized": Prioritized(alpha=0.7, beta=Anneal(start=0.4, end=1.0, over=100)),
+    "by_batch": Prioritized(weights="batch", new="all_time_max"),
+    "fifo": Ordered(by="fifo"),
+    "max": Ordered(by="max", field="reward"),
+    "freshest": Ordered(by="freshest"),
+}
+
+
+def make(directory: Path | None, capacity: int = CAPACITY, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer(capacity, directory=directory, **options)
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("added", [0, 5, 61, 200])
+def test_the_next_draws_are_those_of_the_buffer_that_was_not_saved(tmp_path: Path, name: str, added: int) -> None:
+    options = {"select": SELECTIONS[name], "seed": 3}
+    with make(tmp_path, **options) as buffer:
+        buffer.resume()
+        fill(buffer, 0, added)
+        if added > 8:
+            draws(buffer, 3)
+        buffer.save(7, wait=True)
+        if added > 8:
+            expected = draws(buffer, 250)
+        fill(buffer, added, 30)
+        later = draws(buffer, 5)
+    with make(tmp_path, **options) as again:
+        resumed = again.resume(continue_episodes=True)
+        assert (resumed.step, resumed.rows) == (7, min(added, CAPACITY))
+        if added > 8:
+            assert draws(again, 250) == expected
+        fill(again, added, 30)
+        assert draws(again, 5) == later
+
+
+def test_what_is_saved_is_all_of_it(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        buffer.extend(rows(0, 40), envs=4)
+        buffer.extend(rows(40, 35), env=np.arange(35) % 3)
+        buffer.end_episode(1)
+        before = contents(buffer)
+        buffer.save(1, wait=True)
+    with make(tmp_path) as again:
+        again.resume(continue_episodes=True)
+        assert contents(again) == before
+
+
+def test_every_dtype_comes_back_as_it_went_in(tmp_path: Path) -> None:
+    kinds: Sequence[Any] = (
+        torch.uint8, torch.int64, torch.int8, torch.float16, torch.bfloat16, torch.float64, torch.bool,
+        torch.complex64, torch.float8_e4m3fn, torch.uint16,
+    )  # fmt: skip
+    columns: dict[str, Any] = {str(kind): torch.tensor([0, 1, 1, 0]).to(kind) for kind in kinds}
+    columns["empty"] = torch.zeros(4, 0, 3)
+    columns["large"] = torch.full((4, 700), 2.5, dtype=torch.bfloat16)
+    columns["torch.int64"] = torch.tensor([2**53 + 1, -1, 2**63 - 1, 0])
+    with make(tmp_path) as buffer:
+        buffer.extend(columns)
+        buffer.save(1, wait=True)
+    with make(tmp_path, select=Ordered()) as again:
+        again.resume()
+        batch = again.sample(4)
+        for name, tensor in columns.items():
+            assert batch[name].dtype == tensor.dtype, name
+            assert torch.equal(batch[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 59, 60, 61, 500])
+def test_another_capacity_takes_the_newest_rows(tmp_path: Path, capacity: int) -> None:
+    with make(tmp_path, select=Prioritized()) as buffer:
+        fill(buffer, 0, 100)
+        buffer.save(1, wait=True)
+    with make(tmp_path, capacity, select=Prioritized()) as again:
+        again.resume()
+        kept = min(capacity, CAPACITY)
+        assert contents(again)["keys"] == list(range(100 - kept, 100))
+        assert contents(again)["obs.n"] == list(range(100 - kept, 100))
+        fill(again, 100, 50)
+        assert contents(again)["obs.n"] == list(range(150 - min(capacity, kept + 50), 150))
+        again.save(2, wait=True)
+    assert verify(str(tmp_path)).whole
+
+
+def test_priorities_and_weights_come_back(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"select": Prioritized(alpha=1, beta=1), "seed": 5}
+    with make(tmp_path, 4, **options) as buffer:
+        buffer.extend({"x": np.arange(4)})
+        buffer.update_priorities(range(4), [1, 2, 3, 4])
+        buffer.save(1, wait=True)
+        expected = [buffer.sample(10).keys.tolist() for _ in range(100)]
+    with make(tmp_path, 4, **options) as again:
+        again.resume()
+        assert [again.sample(10).keys.tolist() for _ in range(100)] == expected
+        drawn = np.concatenate([again.sample(100).keys for _ in range(100)])
+        assert np.abs(np.bincount(drawn) / len(drawn) - [0.1, 0.2, 0.3, 0.4]).max() < 0.02
+        batch = again.sample(50)
+        assert np.allclose(batch.weights, 1 / (1 + batch.keys), atol=1e-6)
+
+
+def test_what_came_after_the_save_is_not_there(tmp_path: Path) -> None:
+    with make(tmp_path, 20) as buffer:
+        buffer.extend({"x": np.arange(10)})
+        buffer.save(10, wait=True)
+        before = {name: hashlib.sha256(content).hexdigest() for name, content in tree(tmp_path).items()}
+        buffer.extend({"x": np.arange(10, 15)})
+    with make(tmp_path, 20) as again:
+        assert again.resume().step == 10
+        assert contents(again)["x"] == list(range(10))
+        assert again.ring.added == 10
+        again.extend({"x": np.array([100])})
+        again.save(11, wait=True)
+        after = {name: hashlib.sha256(content).hexdigest() for name, content in tree(tmp_path).items()}
+        changed = {name for name, digest in before.items() if after[name] != digest}
+        assert changed <= {"lock", "segments/000001-0000-000001.fbs"}  # sealed since, which adds to its end
+    with make(tmp_path, 20) as first:
+        first.resume(10)
+        assert contents(first)["x"] == list(range(10))
+
+
+def test_saving_again_writes_only_what_is_new(tmp_path: Path) -> None:
+    sizes = []
+    with make(tmp_path, 7) as buffer:
+        buffer.extend({"x": np.arange(7 * 131_072, dtype=np.float64).reshape(7, -1)})
+        buffer.save(0, wait=True)
+    for life in range(1, 4):
+        with make(tmp_path, 7) as buffer:
+            buffer.resume()
+            assert len(buffer) == 7
+            assert contents(buffer)["keys"] == list(range(7))
+            buffer.save(life, wait=True)
+        sizes.append(sum(map(len, tree(tmp_path).values())))
+    assert max(sizes) < 1.05 * min(sizes) < 1.1 * 7 * 2**20
+
+
+def test_a_buffer_that_is_hardly_filled_takes_hardly_anything(tmp_path: Path) -> None:
+    count, content = 1000, 1000 * 48
+    with make(tmp_path, 1_000_000, select=Prioritized()) as buffer:
+        buffer.extend({"x": np.ones((count, 12), np.float32)})
+        buffer.save(0, wait=True)
+    assert sum(map(len, tree(tmp_path).values())) < content + 64 * count + 65_536
+
+
+def test_segments_go_with_their_rows(tmp_path: Path) -> None:
+    with make(tmp_path, 40, keep=1) as buffer:
+        for step in range(30):
+            buffer.extend({"x": np.full((20, 131_072), step, np.float64)})
+            buffer.save(step, wait=True)
+    held = [path.stat().st_size for path in (tmp_path / "segments").iterdir()]
+    assert sum(held) < 4 * (64 << 20)
+    with make(tmp_path, 40) as again:
+        again.resume()
+        assert again.sample(40)["x"][:, 0].min() == 28
+
+
+def test_rows_that_are_overwritten_while_they_are_saved_are_saved(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(ScriptedFiles):
+        def create(self, path: str) -> int:
+            if path.endswith(".fbs"):
+                begun.set()
+                assert go_on.wait(30)
+            return super().create(path)
+
+    with make(tmp_path, files=Slow()) as buffer:
+        fill(buffer, 0, 100)
+        before = contents(buffer)
+        saving = buffer.save(1)
+        assert begun.wait(30)
+        fill(buffer, 100, 55)
+        buffer.append({name: each[0] for name, each in flat(rows(155, 1))})
+        fill(buffer, 156, 200)
+        assert not saving.done
+        go_on.set()
+        assert saving.wait(30)
+        last = contents(buffer)
+        buffer.save(2, wait=True)
+    for step, expected in ((1, before), (2, last)):
+        with make(tmp_path) as again:
+            again.resume(step, continue_episodes=True)
+            assert contents(again) == expected
+
+
+def test_what_is_attached_is_of_the_same_commit(tmp_path: Path) -> None:
+    net, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    counter = Counter()
+    with make(tmp_path) as buffer:
+        buffer.attach(net=net, counter=counter)
+        counter.step = 4
+        fill(buffer, 0, 10)
+        buffer.save(4, wait=True)
+        saved = net.weight.detach().clone()
+        counter.step = 5
+    with make(tmp_path) as again, torch.no_grad():
+        fresh = Counter()
+        again.attach(net=other, counter=fresh)
+        again.resume()
+        assert torch.equal(other.weight, saved)
+        assert fresh.step == 4
+
+
+def test_open_episodes_end_where_they_were(tmp_path: Path) -> None:
+    with make(tmp_path, 20) as buffer:
+        ends = np.array([0, 0, 0, 1] * 2 + [0, 0], bool)
+        buffer.extend({"x": np.arange(10)}, ends=ends)
+        buffer.save(1, wait=True)
+    with make(tmp_path, 20) as again:
+        again.resume()
+        again.extend({"x": np.arange(4)}, ends=np.array([0, 0, 0, 1], bool))
+        again.save(2, wait=True)
+        assert _lengths(again) == [4, 4, 2, 4]
+    with make(tmp_path, 20) as once_more:
+        once_more.resume()
+        assert _lengths(once_more) == [4, 4, 2, 4]
+
+
+def _lengths(buffer: ReplayBuffer) -> list[int]:
+    return np.unique(contents(buffer)["#episode"], return_counts=True)[1].tolist()
+
+
+# -- choosing a generation -------------------------------------------------------------------------------------
+
+
+def test_an_older_step_becomes_the_newest_generation(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 10)
+        buffer.save(1, wait=True)
+        fill(buffer, 10, 10)
+        buffer.save(2, wait=True)
+    with make(tmp_path) as again:
+        assert again.resume(1).rows == 10  # and it is killed before it saves
+    with make(tmp_path) as once_more:
+        resumed = once_more.resume()
+        assert (resumed.step, resumed.rows) == (1, 10)
+    with make(tmp_path) as other, pytest.raises(StoreError, match="no generation of step 9; there are steps 1, 2"):
+        other.resume(9)
+
+
+def test_an_empty_directory_begins_at_step_0(tmp_path: Path) -> None:
+    with make(tmp_path / "new") as buffer:
+        assert tuple(buffer.resume()) == (0, None, 0)
+
+
+@pytest.mark.parametrize("select", ["uniform", "prioritized", "without_replacement"])
+def test_another_selection_begins_anew_with_the_same_rows(tmp_path: Path, select: str) -> None:
+    for saved in ("uniform", "prioritized", "without_replacement"):
+        folder = tmp_path / saved
+        with make(folder, select=saved) as buffer:
+            fill(buffer, 0, 30)
+            buffer.sample(4)
+            buffer.save(1, wait=True)
+        with make(folder, select=select) as again:
+            again.resume()
+            assert set(again.sample(30).keys.tolist()) <= set(range(30))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_saved_without_a_directory() -> None:
+    with pytest.raises(UsageError, match="directory="):
+        make(None).save(1)
+    with pytest.raises(UsageError, match="directory="):
+        make(None).resume()
+
+
+def test_a_used_directory_asks_for_resume(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        buffer.save(1, wait=True)
+    with make(tmp_path) as again, pytest.raises(UsageError, match="call resume"):
+        again.save(2)
+
+
+def test_resume_comes_before_rows_and_once(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 3)
+        with pytest.raises(UsageError, match="before rows"):
+            buffer.resume()
+    with make(tmp_path) as again:
+        again.resume()
+        with pytest.raises(UsageError, match="once"):
+            again.resume()
+
+
+def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        buffer.resume()
+        with pytest.raises(Locked):
+            make(tmp_path).resume()
+    with make(tmp_path) as again:
+        again.resume()
+
+
+def test_another_attached_object_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        buffer.attach(counter=Counter())
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+    with make(tmp_path) as again:
+        with pytest.raises(UsageError, match="counter"):
+            again.resume()
+        assert len(again) == 0
+        again.attach(counter=Counter())
+        assert again.resume().rows == 5
+
+
+def test_other_columns_are_refused(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        buffer.extend({"x": np.arange(5)})
+        buffer.save(1, wait=True)
+    schema = Schema((Column("x", "float32"),))
+    with make(tmp_path, schema=schema) as again, pytest.raises(UsageError, match="float32"):
+        again.resume()
+
+
+async def test_the_run_of_a_pipeline_is_not_that_of_a_buffer(tmp_path: Path) -> None:
+    given = task(4)
+    async with Pipeline(given, directory=tmp_path / "pipeline") as pipe:
+        await pipe.start()
+    with make(tmp_path / "pipeline") as buffer, pytest.raises(UsageError, match="run of a pipeline"):
+        buffer.resume()
+    with make(tmp_path / "buffer") as buffer:
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+    async with Pipeline(given, directory=tmp_path / "buffer") as pipe:
+        with pytest.raises(UsageError, match="run of a replay buffer"):
+            await pipe.resume()
+    with pytest.raises(UsageError, match="of a replay buffer"):
+        salvage(tmp_path / "buffer", tmp_path / "salvaged")
+
+
+def test_damage_is_named_and_the_generation_before_is_offered(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+        fill(buffer, 5, 5)
+        buffer.save(2, wait=True)
+    segment = next((tmp_path / "segments").iterdir())
+    raw = bytearray(segment.read_bytes())
+    at = raw.rindex(b"obs.half")
+    raw[at + 600] ^= 1
+    segment.write_bytes(raw)
+    with make(tmp_path) as again:
+        with pytest.raises(Damaged, match=r"000001-0000-000001\.fbs at byte \d+.*resume\(step=1\)"):
+            again.resume()
+        assert len(again) == 0
+        assert again.resume(1).rows == 5
+    assert not verify(str(tmp_path)).whole
+
+
+def test_a_removed_segment_is_named(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+    os.unlink(next((tmp_path / "segments").iterdir()))
+    with make(tmp_path) as again, pytest.raises(Damaged, match="missing"):
+        again.resume()
