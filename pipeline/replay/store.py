@@ -24,7 +24,7 @@ from pipeline.replay.job import Job
 from pipeline.replay.state import BLOCKS_FILE, STATE_FILE, VALUES_FOLDER, Block, encode_state
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.writer import StoreWriter
-from pipeline.wiring.collecting import listed_segments
+from pipeline.wiring.collecting import DeadSegments, listed_segments
 from pipeline.wiring.folder import RunFolder
 from pipeline.wiring.retention import Retention
 
@@ -96,6 +96,7 @@ class ReplayStore:
         self._writer: StoreWriter | None = None
         self._next = 0
         self._keeping = Keeping(options, Clock(time.monotonic, time.time), self.log)
+        self._dead = DeadSegments(self.folder.layout)
         self._retention = Retention(self._keeping, self.files, self.folder.layout)
 
     def open(self) -> None:
@@ -214,12 +215,12 @@ class ReplayStore:
                 generation.writer.add(f"{VALUES_FOLDER}/{name}", np.ascontiguousarray(values).tobytes())
         except OSError as error:
             raise WriteFailed(f"{generation.writer.folder}: could not be written: {error}. {RETRY}") from error
-        open_segment = writer.open_segment
+        open_segment, tag = writer.open_segment, self.folder.tag
         manifest = msgspec.structs.replace(
             generation.manifest,
             incarnation=self.incarnation,
             journals=[msgspec.structs.replace(position, segment=open_segment)],
-            segments=listed_segments(self.folder.layout, written, live, self.incarnation, open_segment),
+            segments=listed_segments(self._dead, tag, written, live, self.incarnation, open_segment),
             files=sorted(generation.writer.infos, key=lambda info: info.path),
             reusable=self._retention.reusable(generation.manifest),
         )

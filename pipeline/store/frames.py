@@ -132,6 +132,24 @@ def _next_frame(blocks: Blocks, offset: int, where: str, keep: bool) -> Frame | 
     return Frame(offset, header, payload) if checksum == header.checksum else None
 
 
+def whole_bytes(path: str, run_tag: int) -> int:
+    """Return where the whole frames of a file end that nobody writes any more. Blocks.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OtherRun, NewerFormat: as :func:`scan`.
+    """
+    end = 0
+
+    def at_end(offset: int, left: int) -> None:
+        nonlocal end
+        end = offset
+
+    for _ in scan(path, run_tag=run_tag, ended=at_end, payloads=False):
+        pass
+    return end
+
+
 def scan(
     path: str,
     *,

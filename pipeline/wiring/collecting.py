@@ -10,6 +10,7 @@ import msgspec
 from pipeline.checkpoint.generations import RETRY
 from pipeline.errors import Damaged, WriteFailed
 from pipeline.store.files import FilesLike
+from pipeline.store.frames import whole_bytes
 from pipeline.store.layout import Layout, SegmentKey, segment_key, segment_name
 from pipeline.store.segments import SegmentInfo
 from pipeline.wiring.state import RunState
@@ -32,13 +33,47 @@ def live_segments(state: RunState) -> dict[SegmentKey, int]:
     return live
 
 
+class DeadSegments:
+    """How far the segments of earlier lives are whole: a life that was killed, or whose disk was full, may have left
+    half a record at the end of its newest ones, and no generation may promise that. Blocks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._bytes: dict[SegmentKey, int] = {}  # nobody writes them any more
+
+    def path(self, key: SegmentKey) -> str:
+        """Return the path of a segment."""
+        return self._layout.segment(*key)
+
+    def bytes_of(self, key: SegmentKey, run_tag: int) -> int:
+        """Return how many bytes of a segment are whole records.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        if key not in self._bytes:
+            path = self.path(key)
+            size = os.path.getsize(path)
+            later = self._layout.segment(key[0], key[1], key[2] + 2)
+            if not os.path.lexists(later):  # what is older was sealed and synced before the next but one was begun
+                size = min(size, whole_bytes(path, run_tag))  # padding alone may be missing at its end
+            self._bytes[key] = size
+        return self._bytes[key]
+
+
 def listed_segments(
-    layout: Layout, own: Sequence[SegmentInfo], live: Mapping[SegmentKey, int], incarnation: int, open_segment: int
+    dead: DeadSegments,
+    run_tag: int,
+    own: Sequence[SegmentInfo],
+    live: Mapping[SegmentKey, int],
+    incarnation: int,
+    open_segment: int,
 ) -> list[SegmentInfo]:
     """Return what the manifest says of the segments: those with something live, and those that had not ended. Blocks.
 
     Args:
-        layout: the run's paths.
+        dead: knows of those of earlier lives.
+        run_tag: the run's tag.
         own: this incarnation's, as synced.
         live: bytes of what is live, by segment.
         incarnation: this one.
@@ -54,10 +89,10 @@ def listed_segments(
             found.append(msgspec.structs.replace(info, live=live.get(key, 0)))
     for key in sorted(live):
         if key[0] != incarnation:
-            path = layout.segment(*key)
             try:
-                size = os.path.getsize(path)
+                size = dead.bytes_of(key, run_tag)
             except FileNotFoundError:
+                path = dead.path(key)
                 raise Damaged(f"{path}: the segment is missing, and rollouts in it are still to be trained") from None
             found.append(SegmentInfo(name=segment_name(key), bytes=size, sealed=True, live=live[key]))
     return found

@@ -24,11 +24,11 @@ from pipeline.observe import events
 from pipeline.sampler.progress import encode_progress, rolled_back
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
-from pipeline.store.layout import Layout, SegmentKey
+from pipeline.store.layout import Layout, RunFile, SegmentKey
 from pipeline.store.segments import SegmentInfo
 from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
-from pipeline.wiring.collecting import listed_segments, live_segments
+from pipeline.wiring.collecting import DeadSegments, listed_segments, live_segments
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
 from pipeline.wiring.retention import Retention
 from pipeline.wiring.state import RunState, window_marks
@@ -130,6 +130,7 @@ class Saver:
         self._free = Signal()
         self._failed: Saving | None = None
         self.retention = Retention(state, files, layout)
+        self._dead = DeadSegments(layout)
         self.committed = False
         self.keep_lock: Callable[[], None] = lambda: None
         """Raises unless the folder is still this process's; called before each save, in a thread."""
@@ -282,11 +283,12 @@ class Saver:
         except OSError as error:
             raise WriteFailed(f"{writer.folder}: could not be written: {error}. {RETRY}") from error
         manifest, segments = capture.manifest, list[SegmentInfo]()
+        tag = RunFile(run_id=manifest.run_id).tag
         if REPLAY_BUFFER in manifest.left_out:  # it needs neither; the positions say how far the journals had come
             journals = [msgspec.structs.replace(each, bytes=0) for each in journals]
         else:
             live, begun = capture.live, capture.open_segment
-            segments = listed_segments(self._layout, written, live, manifest.incarnation, begun)
+            segments = listed_segments(self._dead, tag, written, live, manifest.incarnation, begun)
         manifest = msgspec.structs.replace(
             manifest,
             journals=list(journals),

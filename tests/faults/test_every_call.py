@@ -49,8 +49,8 @@ async def parks(item: Item, ctx: Context) -> Rollout:
 
 def make(directory: str, **options: Any) -> Pipeline:
     given = Task("numbers", source=numbers(COUNT), run=parks, shuffle=False)
-    options.setdefault("capacity", COUNT)
-    return inline_pipeline(given, directory=directory, segment_bytes=2000, concurrency=8, keep=1, **options)
+    options = {"capacity": COUNT, "segment_bytes": 2000, **options}
+    return inline_pipeline(given, directory=directory, concurrency=8, keep=1, **options)
 
 
 async def live(pipe: Pipeline, until: int, trained: Trained) -> None:
@@ -65,6 +65,8 @@ async def goes_on(directory: str, least: int) -> None:
     trained = Trained()
     async with make(directory) as pipe:
         assert (await begin(pipe, trained=trained)).step >= least
+        found = verify(directory)  # of the generation that the resume committed
+        assert found.whole, found.damages
 
         async def reward() -> None:
             while pipe.ledger.claimed < COUNT or pipe.ledger.parked:
@@ -115,7 +117,11 @@ async def test_such_a_life_makes_every_kind_of_call(killed: str, tmp_path: Path)
     assert set(await calls(killed, str(tmp_path / "counted"))) == VERBS
 
 
-@pytest.mark.parametrize("how", [{}, {"after": True}, {"stays": True}], ids=["failing", "done", "failing for good"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"after": True}, {"stays": True}, {"torn": True, "stays": True}],
+    ids=["failing", "done", "failing for good", "half done"],
+)
 async def test_failing_at_any_call_it_is_told_and_a_new_life_goes_on(
     killed: str, tmp_path: Path, how: dict[str, bool]
 ) -> None:
@@ -143,6 +149,24 @@ async def test_failing_at_any_call_it_is_told_and_a_new_life_goes_on(
     # What only cleans up is tried again later, and a failure of it is no failure of the commit.
     assert passed <= {"unlink", "rmdir", "sync_directory", "link", "close"}
     assert told >= {"makedirs", "create", "write", "sync", "sync_path", "rename", "sync_directory"}
+
+
+async def test_half_a_record_at_the_end_of_a_segment_is_promised_by_no_generation(killed: str, tmp_path: Path) -> None:
+    shutil.copytree(killed, tmp_path / "counted")
+    async with make(str(tmp_path / "counted"), files=(whole := ScriptedFiles()), segment_bytes=1 << 20) as pipe:
+        await live(pipe, AFTER, Trained())
+    writes = [number for number, verb in enumerate(whole.calls, 1) if verb == "write"]
+    torn = 0
+    for number in writes[:: max(1, len(writes) // 25)]:
+        directory = str(tmp_path / str(number))
+        shutil.copytree(killed, directory)
+        files = ScriptedFiles(number, lambda: OSError(errno.EIO, "Input/output error"), torn=True, stays=True)
+        with pytest.raises(StoreError):
+            async with make(directory, files=files, segment_bytes=1 << 20) as pipe:
+                await live(pipe, AFTER, Trained())
+        torn += any(path.suffix == ".fbs" and path.stat().st_size % 64 for path in Path(directory).rglob("*"))
+        await goes_on(directory, max(manifest.step for manifest in manifests(directory)))
+    assert torn, "no segment was torn"
 
 
 class PowerCuts(VolatileFiles):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
+import torch
 
 from pipeline import ReplayBuffer
 
@@ -65,3 +67,40 @@ def draws(buffer: ReplayBuffer, count: int, size: int = 8) -> list[Any]:
             batch = buffer.sample(size, **more)
             found.append((batch.keys.tolist(), batch["reward"].tolist(), batch.weights.tolist()))
     return found
+
+
+def run_for_ever(pipe: Any, directory: str) -> None:
+    """A trainer's process, which says what it has reached: it adds, samples, updates priorities and saves."""
+    buffer = ReplayBuffer(200, directory=directory, select="prioritized", seed=4, keep=2)
+    counter, net = Counter(), torch.nn.Linear(64, 64)
+    buffer.attach(counter=counter, net=net)
+    step = buffer.resume().step
+    pipe.send(("resumed", step))
+    saving = None
+    while True:
+        step += 1
+        counter.step = step
+        with torch.no_grad():
+            net.weight.fill_(step)
+            net.bias.fill_(step)
+        buffer.extend(rows(20 * step, 20), version=step)
+        batch = buffer.sample(16)
+        buffer.update_priorities(batch.keys, 1 + batch["obs"]["n"])
+        if saving is not None and saving.done:
+            pipe.send(("committed", saving.step))
+            saving = None
+        if saving is None or buffer.save_due(step):
+            saving = buffer.save(step)
+
+
+def run_until_asked(pipe: Any, directory: str) -> None:
+    """A trainer's process that saves when it is asked to, and no oftener."""
+    buffer = ReplayBuffer(200, directory=directory, seed=4)
+    step = buffer.resume().step
+    while True:
+        step += 1
+        buffer.extend(rows(20 * step, 20))
+        pipe.send(("step", step))
+        if buffer.save_due():
+            buffer.save(step)
+        time.sleep(0.001)

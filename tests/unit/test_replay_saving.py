@@ -257,7 +257,8 @@ def test_open_episodes_end_where_they_were(tmp_path: Path) -> None:
 
 
 def _lengths(buffer: ReplayBuffer) -> list[int]:
-    return np.unique(contents(buffer)["#episode"], return_counts=True)[1].tolist()
+    lengths: list[int] = np.unique(contents(buffer)["#episode"], return_counts=True)[1].tolist()
+    return lengths
 
 
 # -- choosing a generation -------------------------------------------------------------------------------------
