@@ -33,6 +33,7 @@ survive a trip between processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -91,6 +92,14 @@ class Starved(ForebayError, RuntimeError):
 
 class TimedOut(ForebayError, TimeoutError):
     """A buffer's limiter did not let rows through in the time that was given; nothing was changed."""
+
+    def __init__(self, message: str, may: Callable[[], object] = bool) -> None:
+        super().__init__(message)
+        self.may = may
+        """Whether it would let them through now."""
+
+    def __reduce__(self) -> Any:
+        return TimedOut, (str(self),)
 
 
 class SourceError(ForebayError, ValueError):

@@ -21,6 +21,7 @@ from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config import ReplayOptions, Slices
 from pipeline.errors import ConfigError, Starved, UsageError
+from pipeline.replay.aio import AsyncReplayBuffer
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
 from pipeline.replay.sampling import Sampler, Wanted
@@ -92,6 +93,11 @@ class ReplayBuffer:
         self._use(self._parts(Ring(TransitionStorage(capacity, schema))))
         self._forked = False
         _not_after_fork(self)
+
+    @property
+    def aio(self) -> AsyncReplayBuffer:
+        """The same buffer for tasks: its verbs are awaited."""
+        return AsyncReplayBuffer(self)
 
     def _parts(self, ring: Ring) -> Parts:
         """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
@@ -316,13 +322,18 @@ class ReplayBuffer:
         self._usable()
         saving = self._saver.save(step, self._own)
         assert self._due is not None
-        self._due.listen()
+        self.listen()
         self._due.saved(step)
         if self._due.stopping:
             self._due.leave(saving)
         if wait:
             saving.wait()
         return saving
+
+    def listen(self) -> None:
+        """Take the signals over that ask to stop, if this is the main thread and there is a directory."""
+        if self._due is not None:
+            self._due.listen()
 
     def save_due(self, step: int | None = None) -> bool:
         """Whether a save is due: by the options ``save_every_s`` and ``save_every`` (of ``step``), by a signal, or by a
@@ -358,8 +369,8 @@ class ReplayBuffer:
                 self._use(parts)
                 if not continue_episodes:
                     self.ring.cut()
+            self.listen()
             if self._due is not None:
-                self._due.listen()
                 self._due.saved(0 if found is None else found.stored.manifest.step)
         resumed = self._saver.ready(found, self._own)
         self.gate.changed()

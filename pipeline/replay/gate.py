@@ -40,7 +40,12 @@ class Gate:
         self._threads += 1
         try:
             if timeout == 0 or not self._condition.wait_for(predicate, timeout):
-                raise TimedOut(f"{why()}. Waited {timeout:g} s; timeout=None waits as long as it takes")
+                waited = (
+                    f"Waited {timeout:g} s; with timeout=None it would wait"
+                    if timeout
+                    else "With timeout= it would wait"
+                )
+                raise TimedOut(f"{why()}. {waited}", predicate)
         finally:
             self._threads -= 1
 

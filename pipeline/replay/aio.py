@@ -1,0 +1,98 @@
+"""The same buffer for tasks: every verb awaitable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import anyio
+import anyio.to_thread
+from numpy.typing import ArrayLike
+
+from pipeline.buffer.transitions.batch import TransitionBatch
+from pipeline.buffer.transitions.columns import Rows
+from pipeline.checkpoint.triggers import exit_by_code
+from pipeline.errors import Stopped, StoppedExit, TimedOut
+from pipeline.replay.saving import ReplayResumed
+from pipeline.replay.store import Saving
+
+if TYPE_CHECKING:
+    from pipeline.replay.buffer import ReplayBuffer, Updated
+
+T = TypeVar("T")
+_MOST_INLINE = 1 << 20  # bytes; a larger copy takes longer than the loop may be held
+
+
+class AsyncReplayBuffer:
+    """The verbs of a :class:`~pipeline.ReplayBuffer` for tasks of any event loop, several of them if need be.
+
+    ::
+
+        async with buffer.aio as replay:
+            await replay.extend(rows)
+            batch = await replay.sample(256)
+
+    They take the arguments of the verbs of the same names, but for ``timeout``: what the limiter holds back waits until
+    it is let in, or cancelled (``anyio.fail_after``), and then nothing was changed. Files, and copies that take long,
+    are left to worker threads.
+    """
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+
+    async def extend(self, rows: Rows, **more: Any) -> range:
+        """Add rows; see :meth:`~pipeline.ReplayBuffer.extend`."""
+        return await self._let_in(partial(self.buffer.extend, rows, timeout=0, **more))
+
+    async def append(self, row: Rows, **more: Any) -> int:
+        """Add one row; see :meth:`~pipeline.ReplayBuffer.append`."""
+        return await self._let_in(partial(self.buffer.append, row, timeout=0, **more))
+
+    async def sample(self, count: int, **more: Any) -> TransitionBatch:
+        """Return a batch; see :meth:`~pipeline.ReplayBuffer.sample`."""
+        buffer = self.buffer
+        draw = partial(buffer.sample, count, timeout=0, **more)
+        large = count * buffer.ring.storage.row_bytes * max(1, more.get("stack", 1)) > _MOST_INLINE
+        return await self._let_in(draw, in_thread=large or "slices" in more)
+
+    async def update_priorities(self, keys: ArrayLike, priorities: Any) -> Updated:
+        """Set priorities; see :meth:`~pipeline.ReplayBuffer.update_priorities`."""
+        return self.buffer.update_priorities(keys, priorities)
+
+    async def save(self, step: int, *, wait: bool = False) -> Saving:
+        """Commit; see :meth:`~pipeline.ReplayBuffer.save`. What is attached is read while this is awaited."""
+        self.buffer.listen()
+        try:
+            return await anyio.to_thread.run_sync(partial(self.buffer.save, step, wait=wait))
+        except StoppedExit as stopped:  # from within a task, a SystemExit would tear the loop down
+            exit_by_code()
+            raise Stopped(stopped.code, stopped.reason, stopped.step, stopped.generation) from None
+
+    async def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
+        """Go on; see :meth:`~pipeline.ReplayBuffer.resume`."""
+        self.buffer.listen()
+        return await anyio.to_thread.run_sync(partial(self.buffer.resume, step, continue_episodes=continue_episodes))
+
+    async def aclose(self) -> None:
+        """Wait for what is being written, and give the folder back."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.buffer.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _let_in(self, work: Callable[[], T], *, in_thread: bool = False) -> T:
+        """Do ``work`` once the limiter lets it; somebody else may be quicker, and then it waits on."""
+        while True:
+            try:
+                return await anyio.to_thread.run_sync(work) if in_thread else work()
+            except TimedOut as error:
+                may = error.may
+            await self.buffer.gate.wait_for(may)

@@ -1,0 +1,114 @@
+"""The awaitable form of a replay buffer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from pipeline import Limiter, ReplayBuffer, TimedOut
+from tests.support.replaying import contents, fill, rows
+
+
+def limited(**more: Any) -> ReplayBuffer:
+    return ReplayBuffer(100, limiter=Limiter(min_size=3, ratio=2.0, error_buffer=4.0), **more)
+
+
+async def test_adding_and_sampling_wait_for_each_other() -> None:
+    replay = limited().aio
+    sampled, added = 0, 0
+
+    async def add() -> None:
+        nonlocal added
+        for number in range(60):
+            await replay.append({"x": np.float32(number)})
+            added += 1
+
+    async def sample() -> None:
+        nonlocal sampled
+        for _ in range(110):
+            await replay.sample(1)
+            sampled += 1
+            assert abs(2 * added - sampled - 6) <= 4 + 2
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(add)
+        group.start_soon(sample)
+    assert (added, sampled) == (60, 110)
+    assert replay.buffer.statistics().waiters == 0
+
+
+async def test_a_waiter_that_is_cancelled_has_taken_nothing_and_is_in_nobodys_way() -> None:
+    buffer = limited()
+    with anyio.move_on_after(0.01) as scope:
+        await buffer.aio.sample(1)
+    assert scope.cancelled_caught
+    assert buffer.statistics().waiters == 0
+    for number in range(5):
+        await buffer.aio.append({"x": number})
+    with anyio.move_on_after(0.01):
+        await buffer.aio.append({"x": 5})
+    assert contents(buffer)["x"] == [0, 1, 2, 3, 4]
+    await buffer.aio.sample(8)
+    assert await buffer.aio.append({"x": 5}) == 5
+
+
+async def test_without_waiting_it_says_what_it_would_wait_for() -> None:
+    with pytest.raises(TimedOut, match="nothing can be sampled yet: 0 rows are there, and min_size=3"):
+        limited().sample(1)
+    with pytest.raises(TimeoutError):
+        with anyio.fail_after(0.01):
+            await limited().aio.sample(1)
+
+
+async def test_a_thread_wakes_a_task_and_a_task_a_thread() -> None:
+    buffer = limited()
+    taken: list[Any] = []
+
+    async def sample() -> None:
+        taken.append(await buffer.aio.sample(4))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(sample)
+        await anyio.wait_all_tasks_blocked()
+        await anyio.to_thread.run_sync(lambda: buffer.extend({"x": np.arange(5)}))
+    assert len(taken) == 1
+
+    async with anyio.create_task_group() as group:
+
+        async def add_in_thread() -> None:
+            await anyio.to_thread.run_sync(lambda: buffer.extend({"x": np.arange(3)}, timeout=20.0))
+
+        group.start_soon(add_in_thread)
+        while not buffer.gate.waiters:
+            await anyio.lowlevel.checkpoint()
+        await buffer.aio.sample(4)
+    assert len(buffer) == 8
+
+
+async def test_saving_and_resuming(tmp_path: Path) -> None:
+    async with ReplayBuffer(50, directory=tmp_path).aio as replay:
+        assert (await replay.resume()).step == 0
+        fill(replay.buffer, 0, 70)
+        before = contents(replay.buffer)
+        saving = await replay.save(3)
+        await replay.extend(rows(70, 5))
+        assert saving.wait(20)
+    async with ReplayBuffer(50, directory=tmp_path).aio as again:
+        assert (await again.resume(continue_episodes=True)).step == 3
+        assert contents(again.buffer) == before
+        batch = await again.sample(4, slices={"length": 3})
+        assert batch["image"].shape == (4, 3, 32, 64)
+
+
+@pytest.mark.parametrize("select", ["uniform", "prioritized"])
+async def test_it_draws_what_the_plain_form_draws(select: str) -> None:
+    plain, awaited = (ReplayBuffer(50, select=select, seed=9) for _ in range(2))
+    for buffer in (plain, awaited):
+        fill(buffer, 0, 70)
+    for _ in range(20):
+        assert (await awaited.aio.sample(6)).keys.tolist() == plain.sample(6).keys.tolist()
