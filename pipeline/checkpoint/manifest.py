@@ -18,6 +18,7 @@ from pipeline.store.segments import SegmentInfo
 
 MANIFEST_VERSION = 1
 MANIFEST_FILE = "manifest.json"
+BLOCKS_FILE = "blocks.msgpack"
 CONSUMER_FILE = "consumer.json"
 PROGRESS_FILE = "progress.json"
 TRAINER_FOLDER = "trainer"

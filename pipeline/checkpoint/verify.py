@@ -9,13 +9,14 @@ import msgspec
 
 from pipeline.checkpoint.collect import Needs
 from pipeline.checkpoint.generations import Stored, check_listed, find_generations, needs_of
+from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
 from pipeline.checkpoint.survey import without_manifest
 from pipeline.errors import ForebayError, NotARun
 from pipeline.records import Location
 from pipeline.store.frames import PAYLOAD, scan
 from pipeline.store.journal import payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout, segment_key
-from pipeline.store.segments import PayloadReader, Place, SegmentInfo
+from pipeline.store.segments import PayloadReader, Place, SegmentInfo, read_blocks
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -35,7 +36,8 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
     journals: int
     events: int
     payloads: int
-    """Of rollouts and partial rollouts, named by events, whose segment was not removed."""
+    """Of rollouts and partial rollouts, named by events, whose segment was not removed; blocks of rows, of each
+    generation that lists them."""
     bytes: int
     """Of all files."""
     damages: list[Damage]
@@ -89,10 +91,15 @@ class _Check:
         # Segments first: what was read there need not be read again for the events that name it.
         reusable = found.complete[-1].manifest.reusable if found.complete else None
         self._needs = needs_of(found.complete, reusable)
-        listed = {info.name: info for stored in found.complete for info in stored.manifest.segments}
+        # Generations differ in how far they count on a segment: the most that one of them does was promised.
+        every = [info for stored in found.complete for info in stored.manifest.segments]
+        listed = {info.name: info for info in sorted(every, key=lambda info: info.bytes)}
         self._segments({name: info for name, info in listed.items() if segment_key(name) in self._needs})
         journals = self.layout.list_journals()
         self._journals(journals, found.complete)
+        for stored in found.complete:
+            if stored.manifest.kind == REPLAY:
+                self._blocks(stored)
         return Verified(
             run_id=self.run_id,
             generations=len(found.complete),
@@ -117,6 +124,19 @@ class _Check:
                     self._note(path, f"{path}: has {_size(path)} bytes; the manifest says {info.bytes}")
             except ForebayError as error:
                 self._note(path, error)
+
+    def _blocks(self, stored: Stored) -> None:
+        """Look for the rows that a generation of a replay buffer lists."""
+        path = os.path.join(stored.folder, BLOCKS_FILE)
+        try:
+            places = [block.place for block in read_blocks(path)]
+        except (ForebayError, OSError):  # a file of the generation, and noted as such
+            return
+        self.payloads += len(places)
+        if not self.quick:
+            unseen = [place for place in places if place not in self._whole]
+            for place, error in PayloadReader(self.layout, self.tag).damaged(unseen):
+                self._note(self.layout.segment(*place[2].segment_key), error)
 
     def _journals(self, journals: list[JournalName], stored: list[Stored]) -> None:
         promised: dict[tuple[int, int], int] = {}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
 from pipeline.buffer.transitions.batch import TransitionBatch
-from pipeline.buffer.transitions.columns import Arrays, Rows, Schema
+from pipeline.buffer.transitions.columns import Rows, Schema
 from pipeline.buffer.transitions.drawing import make_drawer
 from pipeline.buffer.transitions.layout import OPEN, TERMINATED, TRUNCATED
 from pipeline.buffer.transitions.limiter import Counts
@@ -25,8 +24,8 @@ from pipeline.replay.aio import AsyncReplayBuffer
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
 from pipeline.replay.sampling import Sampler, Wanted
-from pipeline.replay.saving import Parts, ReplayResumed, Saver
-from pipeline.replay.store import Saving
+from pipeline.replay.saving import Parts, Saver
+from pipeline.replay.saving_verbs import SavingVerbs
 from pipeline.store.files import FilesLike
 
 _DEFAULT: Any = object()
@@ -60,7 +59,7 @@ class ReplayStatistics(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: int
 
 
-class ReplayBuffer:
+class ReplayBuffer(SavingVerbs):
     """The newest ``capacity`` rows of fixed shape, to be sampled many times.
 
     ::
@@ -298,100 +297,6 @@ class ReplayBuffer:
             raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
         return where, values
 
-    # -- saving ------------------------------------------------------------------------------------------------
-
-    def attach(self, **objects: Any) -> None:
-        """Save and restore these with the buffer: anything with ``state_dict`` and ``load_state_dict``."""
-        self._saver.attach(objects)
-
-    def save(self, step: int, *, wait: bool = False) -> Saving:
-        """Commit the state of what is attached and of the buffer as one thing.
-
-        Returns once the tensors of what is attached have been read, and goes on beside the trainer: only rows that are
-        not on the disk yet are written. What it fails with later is raised by the next verb, or by ``wait``.
-
-        Args:
-            step: the trainer's step.
-            wait: return when it is on the disk.
-
-        Raises:
-            UsageError: there is no directory, or it is in use and was not resumed.
-            WriteFailed: it cannot be written. The generation before it stands, and nothing of the buffer has changed.
-            StoppedExit: the run was asked to stop, and this save is committed.
-        """
-        self._usable()
-        saving = self._saver.save(step, self._own)
-        assert self._due is not None
-        self.listen()
-        self._due.saved(step)
-        if self._due.stopping:
-            self._due.leave(saving)
-        if wait:
-            saving.wait()
-        return saving
-
-    def listen(self) -> None:
-        """Take the signals over that ask to stop, if this is the main thread and there is a directory."""
-        if self._due is not None:
-            self._due.listen()
-
-    def save_due(self, step: int | None = None) -> bool:
-        """Whether a save is due: by the options ``save_every_s`` and ``save_every`` (of ``step``), by a signal, or by a
-        file ``stop`` in the folder. After the last two, ``save`` does not return."""
-        self._saver.raise_failed()
-        return self._due is not None and self._due.due(step)
-
-    def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
-        """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
-
-        Everything is checked before anything is changed. What is attached is loaded in place. Rows that were added
-        after the generation are not there; of a smaller capacity than before, the newest rows are.
-
-        Args:
-            step: the trainer's step.
-            continue_episodes: whether the next rows go on with the episodes that were open. By default these are ended
-                where they were, as environments begin anew in a new process.
-
-        Raises:
-            UsageError: there is no directory, or rows were added before, or other things are attached.
-            Damaged: the generation cannot be read. The message says which one can.
-            Locked: another process writes there.
-        """
-        self._usable()
-        with self.gate.lock:
-            found = self._saver.find(step, self.ring)
-            parts = self._own
-            if found is not None:
-                parts = self._parts(found.ring)
-                self._saver.take_over(found, parts)
-                for name, each in self._saver.attached.items():
-                    each.load_state_dict(found.states[name])
-                self._use(parts)
-                if not continue_episodes:
-                    self.ring.cut()
-            self.listen()
-            if self._due is not None:
-                self._due.saved(0 if found is None else found.stored.manifest.step)
-        resumed = self._saver.ready(found, self._own)
-        self.gate.changed()
-        return resumed
-
-    def close(self) -> None:
-        """Wait for what is being written, and give back the folder and the signals. The rows stay."""
-        try:
-            self._saver.close()
-        finally:
-            if self._due is not None:
-                self._due.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def can_add(self, count: int = 1) -> bool:
@@ -501,7 +406,3 @@ def _not_after_fork(buffer: ReplayBuffer) -> None:
 def _mark_forked() -> None:
     for buffer in _buffers:
         buffer._forked = True
-
-
-Kind: TypeAlias = Literal["torch", "numpy"]
-__all__ = ["Arrays", "ReplayBuffer", "ReplayStatistics", "Updated"]

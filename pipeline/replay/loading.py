@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block, take_back
@@ -14,12 +13,12 @@ from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.checkpoint.generations import Stored
+from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.errors import Damaged, UsageError
-from pipeline.records import Location
-from pipeline.replay.state import BLOCKS_FILE, STATE_FILE, VALUES_FOLDER, Block, BufferState, decode_state
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, decode_state
 from pipeline.store.files import open_plain
 from pipeline.store.layout import Layout
-from pipeline.store.segments import PayloadReader, Place
+from pipeline.store.segments import Block, PayloadReader, read_blocks
 from pipeline.wiring.recovery import read_generation
 
 
@@ -69,11 +68,7 @@ def read(
 
 def _read_blocks(path: str, state: BufferState) -> list[Block]:
     """Return the places of all rows, of which none may be missing."""
-    with open_plain(path) as file:
-        try:
-            blocks = msgspec.msgpack.decode(file.read(), type=list[Block])
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise Damaged(f"{path}: the list of blocks is damaged ({error})") from None
+    blocks = read_blocks(path)
     expected = state.added - state.size
     for block in blocks:
         if (
@@ -91,10 +86,7 @@ def _read_blocks(path: str, state: BufferState) -> list[Block]:
 
 def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequence[Block], layout: Layout) -> None:
     wanted = {block.first: block for block in blocks if block.first + block.count > ring.oldest}
-    places: list[Place] = [
-        (block.first, 0, Location(*block.segment_key, block.offset, block.length)) for block in wanted.values()
-    ]
-    for place, found in reader.each(places):
+    for place, found in reader.each(block.place for block in wanted.values()):
         if isinstance(found, Damaged):
             raise found
         block = wanted[place[0]]

@@ -9,29 +9,10 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.errors import Damaged, NewerFormat
-from pipeline.store.layout import SegmentKey
 
 STATE_VERSION = 1
 STATE_FILE = "replay.json"
-BLOCKS_FILE = "blocks.msgpack"
 VALUES_FOLDER = "values"
-
-
-class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where the rows of ``count`` keys from ``first`` on lie."""
-
-    first: int
-    count: int
-    incarnation: int
-    rank: int
-    segment: int
-    offset: int
-    length: int
-
-    @property
-    def segment_key(self) -> SegmentKey:
-        """What names the segment."""
-        return self.incarnation, self.rank, self.segment
 
 
 class BufferState(msgspec.Struct, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stored, find_generations, of_kind
-from pipeline.checkpoint.manifest import REPLAY, TRAINER_FOLDER, FileInfo, Manifest
+from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, TRAINER_FOLDER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.clock import Clock
 from pipeline.config import ReplayOptions
@@ -21,8 +21,9 @@ from pipeline.errors import ForebayError, WriteFailed
 from pipeline.observe import events
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.job import Job
-from pipeline.replay.state import BLOCKS_FILE, STATE_FILE, VALUES_FOLDER, Block, encode_state
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, encode_state
 from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.segments import Block
 from pipeline.store.writer import StoreWriter
 from pipeline.wiring.collecting import DeadSegments, listed_segments
 from pipeline.wiring.folder import RunFolder

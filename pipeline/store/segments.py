@@ -9,8 +9,9 @@ import msgspec
 from pipeline.errors import Damaged, StoreError
 from pipeline.records import Location
 from pipeline.store.blocks import Blocks
+from pipeline.store.files import open_plain
 from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c, decode_header
-from pipeline.store.layout import Layout
+from pipeline.store.layout import Layout, SegmentKey
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -68,6 +69,46 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 Place = tuple[int, int, Location]
 """(uid, member, where its frame begins)."""
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the rows of a replay buffer lie, of ``count`` keys from ``first`` on."""
+
+    first: int
+    count: int
+    incarnation: int
+    rank: int
+    segment: int
+    offset: int
+    length: int
+
+    @property
+    def place(self) -> Place:
+        """As others name it."""
+        at = Location(self.incarnation, self.rank, self.segment, self.offset, self.length)
+        return self.first, 0, at
+
+    @property
+    def segment_key(self) -> SegmentKey:
+        """What names the segment."""
+        return self.incarnation, self.rank, self.segment
+
+
+def read_blocks(path: str) -> list[Block]:
+    """Return the blocks that a generation of a replay buffer lists.
+
+    Raises:
+        Damaged: it is no such list.
+    """
+    with open_plain(path) as file:
+        try:
+            blocks = msgspec.msgpack.decode(file.read(), type=list[Block])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise Damaged(f"{path}: the list of blocks is damaged ({error})") from None
+    for block in blocks:
+        if block.count < 1 or min(block.first, *block.segment_key, block.offset, block.length) < 0:
+            raise Damaged(f"{path}: a block is said to be {block}")
+    return blocks
 
 
 class PayloadReader:
