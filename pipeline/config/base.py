@@ -29,9 +29,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         if isinstance(given, cls):
             return given
-        values: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"{cls.__name__}: an object of this class or a mapping is needed, not {given!r}")
+        values: dict[str, Any] = dict(given or {})
         known = set(cls.__struct_fields__)
-        for name in values:
+        for name in values.keys() - {cls.__struct_config__.tag_field}:
             if name not in known:
                 raise ConfigError(
                     f"{cls.__name__} has no option {name!r}; it has {', '.join(sorted(known))}", option=name
@@ -50,6 +52,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @classmethod
     def _check_types(cls, values: Mapping[str, Any]) -> None:
         for field in msgspec.structs.fields(cls):
+            if field.required and field.name not in values:
+                raise ConfigError(f"{cls.__name__}: {field.name}= is needed", option=field.name)
             try:
                 msgspec.convert(values.get(field.name, field.default), field.type)
             except msgspec.ValidationError as error:

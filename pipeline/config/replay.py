@@ -13,6 +13,9 @@ from pipeline.config.selecting import Selection, Uniform, WithoutReplacement, se
 from pipeline.config.triggers import check_signals
 from pipeline.errors import ConfigError
 
+MOST_ROWS = 2**31 - 1
+"""That a buffer holds, or an episode has: how far rows lie apart is kept in 32 bits."""
+
 
 class Limiter(Options, frozen=True, tag="limiter", tag_field="limit"):
     """How the number of sampled rows follows that of added ones.
@@ -148,6 +151,8 @@ class ReplayOptions(Options, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("capacity", 1)
+        if self.capacity > MOST_ROWS:
+            raise ConfigError.of("capacity", self.capacity, f"at most {MOST_ROWS} rows can be held")
         self._at_least("seed", 0)
         self._at_least("timeout", 0, none_ok=True)
         if self.keep == -1:  # as others write it

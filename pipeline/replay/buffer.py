@@ -14,13 +14,24 @@ from numpy.typing import ArrayLike
 from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.columns import Rows, Schema
 from pipeline.buffer.transitions.drawing import make_drawer
-from pipeline.buffer.transitions.layout import OPEN, TERMINATED, TRUNCATED
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config import ReplayOptions, Slices
-from pipeline.errors import ConfigError, Starved, UsageError
+from pipeline.config.replay import MOST_ROWS
+from pipeline.errors import UsageError
 from pipeline.replay.aio import AsyncReplayBuffer
+from pipeline.replay.arguments import (
+    MOST_ENVS,
+    MOST_VERSION,
+    end_code,
+    end_codes,
+    environments,
+    one_environment,
+    priorities_of,
+    weights_version,
+    whole,
+)
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
 from pipeline.replay.sampling import Sampler, Wanted
@@ -106,7 +117,7 @@ class ReplayBuffer(SavingVerbs):
 
     def _use(self, parts: Parts) -> None:
         self._own = parts
-        self.ring, self._drawer, self._counts = parts.ring, parts.drawer, parts.counts
+        self.ring, self._drawer, self._counts, self._rng = parts.ring, parts.drawer, parts.counts, parts.rng
         self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options)
 
     # -- adding ------------------------------------------------------------------------------------------------
@@ -141,15 +152,18 @@ class ReplayBuffer(SavingVerbs):
             ConfigError: a column is missing or unknown, or of another shape or dtype. Nothing was changed.
             TimedOut: the limiter does not let them in. Nothing was changed.
         """
+        version = weights_version(version)
         with self.gate.lock:
-            self._usable()
-            schema = self.ring.storage.schema or Schema.of(rows)
-            arrays, count = schema.check(rows)
-            whose, mixed = _environments(env, envs, count)
-            codes = self._ends(arrays, count, ends)
-            if not self._counts.free:
-                self._counts.check_add(count)
-                self.wait_to_add(count, timeout)
+            while True:
+                self._usable()
+                schema = self.ring.storage.schema or Schema.of(rows)
+                arrays, count = schema.check(rows)
+                whose, mixed = environments(env, envs, count)
+                codes = end_codes(arrays, count, ends, self.options.fields)
+                if not count:
+                    return range(self.ring.added, self.ring.added)
+                if not self._waited_to_add(count, timeout):
+                    break  # else the columns may be others by now
             if self.ring.storage.schema is None:
                 self.ring.storage.shape(schema)
             first = self.ring.extend(arrays, count, whose, codes, version, mixed=mixed)
@@ -160,25 +174,21 @@ class ReplayBuffer(SavingVerbs):
 
     def append(self, row: Rows, *, env: int = 0, version: int = 0, timeout: float | None = _DEFAULT) -> int:
         """Add one row, whose columns have no leading axis; return its key. See :meth:`extend`."""
+        if env.__class__ is not int or not 0 <= env < MOST_ENVS:
+            env = one_environment(env)
+        if version.__class__ is not int or not 0 <= version <= MOST_VERSION:
+            version = weights_version(version)
         with self.gate.lock:
-            self._usable()
             storage = self.ring.storage
-            schema = storage.schema or Schema.of(row, leading=False)
-            plain = schema.fits(row)
-            arrays = row if plain else schema.check(row, leading=False)[0]
-            if env.__class__ is not int or env < 0:
-                raise ConfigError.of("env", env, "the number of an environment, from 0 on, is needed")
-            if not self._counts.free:
-                self.wait_to_add(1, timeout)
+            while True:
+                self._usable()
+                schema = storage.schema or Schema.of(row, leading=False)
+                arrays = row if schema.fits(row) else schema.check(row, leading=False)[0]
+                end = end_code(arrays, self.options.fields)
+                if self._counts.free or not self._waited_to_add(1, timeout):
+                    break
             if storage.schema is None:
                 storage.shape(schema)
-            fields = self.options.fields
-            get = arrays.get
-            end = OPEN
-            if get(fields.terminated) or get(fields.done):
-                end = TERMINATED
-            if get(fields.truncated) and not get(fields.terminated):
-                end = TRUNCATED
             key = self.ring.append(arrays, env, end, version)
             self._drawer.added(key, 1)
             self._counts.added += 1
@@ -191,24 +201,13 @@ class ReplayBuffer(SavingVerbs):
         Returns:
             How many episodes were ended. Their last rows count as neither terminated nor truncated.
         """
+        if env is not None:
+            env = one_environment(env)
         with self.gate.lock:
             self._usable()
-            return len(self.ring.cut(env))
-
-    def _ends(self, arrays: Mapping[str, np.ndarray], count: int, ends: ArrayLike | None) -> np.ndarray:
-        codes = np.zeros(count, np.uint8)
-        if ends is not None:
-            given = np.asarray(ends)
-            if given.shape != (count,) or given.dtype != bool:
-                raise ConfigError.of("ends", given, f"[{count}] bool is needed")
-            codes[given] = TRUNCATED
-            return codes
-        fields = self.options.fields
-        for name, code in ((fields.done, TERMINATED), (fields.truncated, TRUNCATED), (fields.terminated, TERMINATED)):
-            flags = arrays.get(name)
-            if flags is not None:
-                codes[flags.reshape(count, -1)[:, 0] != 0] = code
-        return codes
+            before = self.ring.cuts
+            self.ring.cut(env)
+            return self.ring.cuts - before
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
@@ -242,14 +241,11 @@ class ReplayBuffer(SavingVerbs):
             Starved: nothing that is there could be drawn.
             TimedOut: the limiter lets nothing out now.
         """
+        count = whole("count", count, 1, MOST_ROWS)
         wanted = Wanted.of(n_step, gamma, slices, stack, columns)
         with self.gate.lock:
             self._usable()
-            self.options.check_batch(count)
-            if not self._counts.may_sample(count, self.ring.size):
-                self.wait_to_sample(count, timeout)
-            if not self.ring.size:
-                raise Starved("the buffer is empty: add rows first")
+            self.wait_to_sample(count, timeout)
             batch = self._sampler.sample(count, wanted)
             self._counts.sampled += count
         self.gate.changed()
@@ -267,7 +263,7 @@ class ReplayBuffer(SavingVerbs):
         """
         with self.gate.lock:
             self._usable()
-            where, values = self._checked_priorities(keys, priorities)
+            where, values = priorities_of(keys, priorities, self.ring.added)
             applied = self.ring.alive(where)
             if applied.all():
                 self._drawer.update(where, values)
@@ -276,32 +272,11 @@ class ReplayBuffer(SavingVerbs):
                 self._saver.stale_updates += len(where) - int(applied.sum())
         return Updated(applied)
 
-    def _checked_priorities(self, keys: ArrayLike, priorities: Any) -> tuple[np.ndarray, np.ndarray]:
-        where = np.asarray(keys)
-        if where.dtype.kind not in "iu" and len(where):
-            raise ConfigError.of("keys", where.dtype, "whole numbers, such as batch.keys, are needed")
-        where = where.astype(np.int64, copy=False).reshape(-1)
-        if hasattr(priorities, "detach"):
-            priorities = priorities.detach().cpu()
-            priorities = priorities.double().numpy()
-        values = np.asarray(priorities, np.float64).reshape(-1)
-        if len(where) != len(values):
-            raise ConfigError.of("priorities", len(values), f"as many as keys are needed: {len(where)}")
-        wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
-        if len(wrong):
-            raise ConfigError.of(
-                "priorities", float(values[wrong[0]]), f"finite numbers from 0 on are needed; number {wrong[0]} is none"
-            )
-        unknown = np.flatnonzero((where < 0) | (where >= self.ring.added))
-        if len(unknown):
-            raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
-        return where, values
-
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def can_add(self, count: int = 1) -> bool:
         """Whether the limiter lets ``count`` rows in now."""
-        return self._counts.may_add(count)
+        return self._counts.may_add(count, self.ring.size)
 
     def can_sample(self, count: int = 1) -> bool:
         """Whether the limiter lets ``count`` rows out now, and there are any."""
@@ -311,19 +286,35 @@ class ReplayBuffer(SavingVerbs):
         """Wait until ``count`` rows may be added.
 
         Raises:
+            ConfigError: so many never may.
             TimedOut: that took longer than ``timeout`` seconds.
         """
-        counts = self._counts
         with self.gate.lock:
-            self.gate.wait(lambda: counts.may_add(count), self._seconds(timeout), lambda: counts.why_not_add(count))
+            self._counts.check_add(count, self.ring.size)
+            self.gate.wait(
+                lambda: self._counts.may_add(count, self.ring.size),
+                self._seconds(timeout),
+                lambda: self._counts.why_not_add(count),
+            )
+
+    def _waited_to_add(self, count: int, timeout: float | None) -> bool:
+        """Wait for the limiter, and tell whether that was needed: then others had the lock meanwhile."""
+        if self._counts.may_add(count, self.ring.size):
+            return False
+        self.wait_to_add(count, timeout)
+        return True
 
     def wait_to_sample(self, count: int, timeout: float | None = _DEFAULT) -> None:
         """Wait until ``count`` rows may be sampled.
 
         Raises:
+            ConfigError: so many never may.
             TimedOut: that took longer than ``timeout`` seconds.
         """
         with self.gate.lock:
+            self.options.check_batch(count)
+            if self._counts.may_sample(count, self.ring.size):
+                return
             self.gate.wait(
                 lambda: self._counts.may_sample(count, self.ring.size),
                 self._seconds(timeout),
@@ -368,28 +359,6 @@ class ReplayBuffer(SavingVerbs):
             )
 
 
-def _environments(env: int | ArrayLike, envs: int | None, count: int) -> tuple[np.ndarray, bool]:
-    """Return the environments of rows, and whether they are those of each row."""
-    if envs is not None:
-        if envs < 1 or count % envs or not (isinstance(env, int) and env == 0):
-            raise ConfigError.of(
-                "envs", envs, f"a number that divides the {count} rows is needed, and no env= beside it"
-            )
-        return np.arange(envs), False
-    if env.__class__ is int and env >= 0:
-        return _ZERO if env == 0 else np.array([env]), False
-    given = np.asarray(env)
-    if given.ndim == 0:
-        given = given.reshape(1)
-    elif given.shape != (count,):
-        raise ConfigError.of("env", given, f"the number of an environment, or [{count}] of them, are needed")
-    if given.dtype.kind not in "iu" or (given < 0).any() or (given >= _MOST_ENVS).any():
-        raise ConfigError.of("env", given, f"whole numbers from 0 to {_MOST_ENVS - 1} are needed")
-    return given.astype(np.int64), len(given) > 1
-
-
-_ZERO = np.zeros(1, np.int64)
-_MOST_ENVS = 1 << 20
 _buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
 _watching = False
 

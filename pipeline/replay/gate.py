@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import anyio
-import anyio.from_thread
 import anyio.lowlevel
 
 from pipeline.errors import TimedOut
@@ -75,4 +75,12 @@ class Gate:
             if thread == threading.get_ident():
                 event.set()
             else:
-                anyio.from_thread.run_sync(event.set, token=token)
+                _set_soon(token, event)
+
+
+def _set_soon(token: Any, event: anyio.Event) -> None:
+    """Set an event of another thread's loop without waiting for that loop: it may be busy, or be waiting for us."""
+    native = getattr(token, "native_token", token)  # before anyio 4.11 it is the loop itself
+    soon = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe  # trio, asyncio
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits in it any more
+        soon(event.set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.following import Needs, check_reward, n_step_returns, slice_keys, stacked
 from pipeline.buffer.transitions.layout import RowLayout
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.config import ReplayOptions, Slices
+from pipeline.config import Fields, ReplayOptions, Slices
+from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError
+from pipeline.replay.arguments import whole
 
 Ints = np.ndarray
 
@@ -43,12 +46,10 @@ class Wanted(NamedTuple):
         """
         if n_step == 1 and gamma is None and slices is None and stack == 1 and columns is None:
             return _PLAIN
-        for option, value in (("n_step", n_step), ("stack", stack)):
-            if value.__class__ is not int or value < 1:
-                raise ConfigError.of(option, value, "a whole number from 1 on is needed")
+        n_step, stack = whole("n_step", n_step, 1, MOST_ROWS), whole("stack", stack, 1, MOST_ROWS)
         if gamma is None and n_step > 1:
             raise ConfigError.of("gamma", gamma, f"a discount factor is needed with n_step={n_step}")
-        if gamma is not None and not 0 <= gamma <= 1:
+        if gamma is not None and not (isinstance(gamma, numbers.Real) and 0 <= gamma <= 1):
             raise ConfigError.of("gamma", gamma, "a number from 0 to 1 is needed")
         wanted = None if slices is None else Slices.of(slices)
         if wanted is not None and (gamma is not None or stack > 1):
@@ -56,7 +57,11 @@ class Wanted(NamedTuple):
                 "slices: n_step, gamma and stack are for single rows; returns of a slice follow from its rewards",
                 option="slices",
             )
-        return cls(n_step, gamma, wanted, stack, None if columns is None else tuple(columns))
+        return cls(n_step, gamma, wanted, stack, _names(columns))
+
+
+def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    return (columns,) if isinstance(columns, str) else None if columns is None else tuple(columns)
 
 
 _PLAIN = Wanted()
@@ -79,11 +84,12 @@ class Sampler:
                 rows.layout, rows.records, rows.arrays, keys, self._options.returns, weights=self._weights(keys)
             )
         self._check(wanted)
+        columns = self._columns(wanted)
         keys = self._drawer.draw(self._rng, count, self._starts(wanted))
         weights = self._weights(keys)
         if wanted.slices is not None:
-            return self._slices(keys, weights, wanted, wanted.slices)
-        return self._rows(keys, weights, wanted)
+            return self._slices(keys, weights, columns, wanted.slices)
+        return self._rows(keys, weights, columns, wanted)
 
     def _weights(self, keys: Ints) -> np.ndarray | None:
         weights = self._drawer.weights(keys)
@@ -108,18 +114,25 @@ class Sampler:
                 raise ConfigError.of(option, value, f"capacity={ring.capacity} rows are held")
         layout = ring.storage.layout
         assert layout is not None
-        for name in wanted.columns or ():
-            layout.column(name)
         if wanted.gamma is not None:
-            layout.column(fields.reward)
             check_reward(ring, fields.reward)
         if wanted.stack > 1 and not _group(layout, fields.obs):
             layout.column(fields.obs)
 
-    def _slices(self, keys: Ints, weights: np.ndarray | None, wanted: Wanted, slices: Slices) -> TransitionBatch:
+    def _columns(self, wanted: Wanted) -> list[str] | None:
+        """Return the names of the columns that are wanted, a group as all of its own; None: all."""
+        layout = self._ring.storage.layout
+        assert layout is not None
+        if wanted.columns is None:
+            return None
+        return [each for name in wanted.columns for each in _group(layout, name) or [layout.column(name).name]]
+
+    def _slices(
+        self, keys: Ints, weights: np.ndarray | None, columns: list[str] | None, slices: Slices
+    ) -> TransitionBatch:
         ring = self._ring
         chain, mask = slice_keys(ring, keys, slices)
-        rows = ring.storage.gather(ring.slots(chain), wanted.columns)
+        rows = ring.storage.gather(ring.slots(chain), columns)
         return TransitionBatch(
             rows.layout,
             rows.records.reshape(chain.shape),
@@ -132,9 +145,11 @@ class Sampler:
             bootstrap=slices.bootstrap,
         )
 
-    def _rows(self, keys: Ints, weights: np.ndarray | None, wanted: Wanted) -> TransitionBatch:
+    def _rows(
+        self, keys: Ints, weights: np.ndarray | None, columns: list[str] | None, wanted: Wanted
+    ) -> TransitionBatch:
         ring, fields = self._ring, self._options.fields
-        rows = ring.storage.gather(ring.slots(keys), wanted.columns)
+        rows = ring.storage.gather(ring.slots(keys), columns)
         arrays = dict(rows.arrays)
         discount = steps = None
         last = keys
@@ -152,7 +167,8 @@ class Sampler:
             for group, of in ((fields.obs, keys), (fields.next_obs, last)):
                 names = [name for name in _group(rows.layout, group) if name in arrays]
                 if names:
-                    arrays |= stacked(ring, of, names, wanted.stack)
+                    before = _observations(rows.layout, names, fields) if group == fields.next_obs else None
+                    arrays |= stacked(ring, of, names, wanted.stack, before)
         return TransitionBatch(
             rows.layout,
             rows.records,
@@ -163,6 +179,18 @@ class Sampler:
             discount=discount,
             steps=steps,
         )
+
+
+def _observations(layout: RowLayout, names: list[str], fields: Fields) -> dict[str, str]:
+    """Return, for columns of next observations, those of the observations before, where there are such."""
+    there = {each.name: each for each in layout.schema.columns}
+    pairs = {name: fields.obs + name.removeprefix(fields.next_obs) for name in names}
+    alike = {name: of for name, of in pairs.items() if of in there}
+    return {
+        name: of
+        for name, of in alike.items()
+        if (there[name].dtype, there[name].shape) == (there[of].dtype, there[of].shape)
+    }
 
 
 def _group(layout: RowLayout, name: str) -> list[str]:

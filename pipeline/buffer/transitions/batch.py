@@ -61,7 +61,7 @@ class TransitionBatch:
         self._layout, self._records, self._arrays = layout, records, arrays
         self.keys, self.kind = keys, kind
         self._weights, self._mask, self._discount = weights, mask, discount
-        self.steps = steps
+        self.steps: Any = steps
         self.burn_in, self.bootstrap = burn_in, bootstrap
 
     def __getitem__(self, name: str) -> Any:

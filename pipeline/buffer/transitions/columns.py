@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -62,13 +63,36 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         """Bytes in a row."""
         return self.bits.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
+    def check(self) -> None:
+        """Refuse what could not be held.
+
+        Raises:
+            ConfigError: the name is none, or the dtype or the shape.
+        """
+        if not self.name or self.name.startswith("#"):
+            raise ConfigError(f"column {self.name!r}: a name is needed, without # in front", option=self.name)
+        try:
+            known = self.bits.kind in _KINDS and self.bits.itemsize <= 8
+        except TypeError:
+            known = False
+        if not known or any(size < 0 for size in self.shape):
+            raise ConfigError(f"column {self}: numbers or bools of a fixed shape are needed", option=self.name)
+
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}{list(self.shape)}"
 
 
 def flat(rows: Rows, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of every column, nested ones as ``outer.inner``."""
+    """Yield (name, value) of every column, nested ones as ``outer.inner``.
+
+    Raises:
+        ConfigError: the rows are no mapping, or a name is no text.
+    """
+    if not isinstance(rows, Mapping):
+        raise ConfigError(f"rows: a mapping of columns by name is needed, not {type(rows).__name__}", option="rows")
     for name, value in rows.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"column {name!r}: a name is needed, not {type(name).__name__}", option="rows")
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
         else:
@@ -84,12 +108,17 @@ def as_array(name: str, value: Any) -> tuple[np.ndarray, str]:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if value.layout != torch.strided:
-            raise ConfigError.of(name, str(value.layout), "a dense tensor is needed; make it one with to_dense()")
+            raise ConfigError(
+                f"column {name}: a dense tensor is needed, not {value.layout}; make it one with to_dense()", option=name
+            )
         bits = _BITS.get(value.dtype)
         if bits is not None:
             plain = value.cpu().contiguous().view(torch.int16 if bits.itemsize == 2 else torch.uint8).numpy()
             return plain, str(value.dtype).removeprefix("torch.")
-        value = value.cpu().resolve_conj().resolve_neg().numpy()
+        try:
+            value = value.cpu().resolve_conj().resolve_neg().numpy()
+        except TypeError as error:  # numpy has no such dtype
+            raise ConfigError(f"column {name}: {value.dtype} values cannot be stored ({error})", option=name) from None
     if isinstance(value, np.ma.MaskedArray):
         raise ConfigError(f"column {name}: a masked array; give its data and its mask as two columns", option=name)
     try:
@@ -110,6 +139,18 @@ class Schema(msgspec.Struct, frozen=True):
 
     columns: tuple[Column, ...]
 
+    def __post_init__(self) -> None:
+        names: set[str] = set()
+        for column in self.columns:
+            column.check()
+            if column.name in names:
+                raise ConfigError(f"column {column.name}: it is there twice", option=column.name)
+            names.add(column.name)
+        for name in names:
+            for at in (at for at, each in enumerate(name) if each == "."):
+                if name[:at] in names:
+                    raise ConfigError(f"column {name}: {name[:at]} is a column, not a group of them", option=name)
+
     @classmethod
     def of(cls, rows: Rows, *, leading: bool = True) -> Schema:
         """Return the schema of rows [n, ...], or of one row without its leading axis.
@@ -118,7 +159,7 @@ class Schema(msgspec.Struct, frozen=True):
             ConfigError: there is no column, or one has no leading axis or cannot be stored.
         """
         columns = []
-        for name, value in sorted(flat(rows)):
+        for name, value in sorted(flat(rows), key=itemgetter(0)):
             array, dtype = as_array(name, value)
             if leading and array.ndim == 0:
                 raise ConfigError(
@@ -153,7 +194,7 @@ class Schema(msgspec.Struct, frozen=True):
     def fits(self, row: Rows) -> bool:
         """Whether one row has every column in its very dtype and shape, as arrays or numbers: the common case,
         quickly."""
-        if len(row) != len(self.columns):
+        if row.__class__ is not dict or len(row) != len(self.columns):
             return False
         for column in self.columns:
             value = row.get(column.name)
@@ -177,8 +218,9 @@ class Schema(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: a column is missing or unknown, or has another shape, or values that its dtype cannot hold.
         """
-        given = dict(flat(rows))
-        if given.keys() != self.names:
+        named = list(flat(rows))
+        given = dict(named)
+        if given.keys() != self.names or len(given) != len(named):
             self._refuse_names(given)
         arrays: Arrays = {}
         count = -1
@@ -201,6 +243,8 @@ class Schema(msgspec.Struct, frozen=True):
         return arrays, count
 
     def _refuse_names(self, given: Mapping[str, Any]) -> None:
+        if given.keys() == self.names:
+            raise ConfigError("columns: one is there twice, once nested and once by its dotted name", option="rows")
         missing, unknown = sorted(self.names - given.keys()), sorted(given.keys() - self.names)
         said = [f"{', '.join(missing)} missing"] if missing else []
         said += [f"{', '.join(unknown)} unknown"] if unknown else []
@@ -209,22 +253,25 @@ class Schema(msgspec.Struct, frozen=True):
 
 def _cast(column: Column, array: np.ndarray, dtype: str) -> np.ndarray:
     """Return values in the column's dtype: floats may be rounded to a narrower float, all else must stay what it is."""
-    if column.torch_only is None and np.dtype(dtype) == array.dtype:  # none of the two is held as bits
+    held_as_bits = column.torch_only is not None or dtype != array.dtype.name
+    if not held_as_bits and _may_hold(column.bits.kind, array.dtype.kind):
         with np.errstate(all="ignore"):
             cast = array.astype(column.bits)
-        floats = array.dtype.kind == column.bits.kind == "f"
-        if floats:
+            back = (cast if array.dtype.kind == "c" or cast.dtype.kind != "c" else cast.real).astype(array.dtype)
+        if array.dtype.kind == cast.dtype.kind and cast.dtype.kind in "fc":
             if np.array_equal(np.isfinite(cast), np.isfinite(array)):
                 return cast
-        elif array.dtype.kind == "b" or column.bits.kind != "b":
-            back = cast.astype(array.dtype) if column.bits.kind != "c" or array.dtype.kind == "c" else cast.real
-            finite = array.dtype.kind != "f" or bool(np.isfinite(array).all())
-            if finite and np.array_equal(back, array) and not _sign_lost(cast, array):
-                return cast
+        elif np.isfinite(array).all() and np.array_equal(back, array) and not _sign_lost(cast, array):
+            return cast
     raise ConfigError(
         f"column {column.name}: {dtype} values that {column.dtype} cannot hold; convert them before they are added",
         option=column.name,
     )
+
+
+def _may_hold(column: str, given: str) -> bool:
+    """Whether values of one kind can be those of another: a bool is a number, and a number may be a complex one."""
+    return column == given or (column != "b" and given != "c")
 
 
 def _sign_lost(cast: np.ndarray, array: np.ndarray) -> bool:

@@ -129,19 +129,24 @@ class OrderedDrawer(Drawer):
         if count > len(keys):
             raise Starved(f"{count} rows were asked for in order, and {len(keys)} are there; add rows, or ask for less")
         by = self._options.by
-        if by == "fifo":
-            return keys[:count]
-        if by == "lifo":
-            return keys[::-1][:count]
-        slots = self.ring.slots(keys)
-        view = self.ring.storage.view(VERSION if by in ("stalest", "freshest") else self._options.field)
-        values = view[slots]
-        if values.ndim != 1:
-            raise ConfigError.of("field", self._options.field, "a column of one number in each row is needed")
+        if by in ("fifo", "lifo"):
+            return (keys if by == "fifo" else keys[::-1])[:count].copy()  # the starts are listed once, and kept
+        values = self._values(keys)
+        if by in ("freshest", "max"):
+            values = -values if values.dtype.kind == "f" else ~values  # exact, where -values of whole numbers is not
         # Of equals the oldest is first, as a stable order has it; what is no number comes last.
-        order = np.lexsort((keys, -values.astype(np.float64) if by in ("freshest", "max") else values))
-        first: Ints = keys[order[:count]]
+        first: Ints = keys[np.lexsort((keys, values))[:count]]
         return first
+
+    def _values(self, keys: Ints) -> np.ndarray:
+        storage, field = self.ring.storage, self._options.field
+        if not field:
+            return self.ring.mark(VERSION, keys)
+        assert storage.layout is not None
+        column = storage.layout.column(field)
+        if column.shape or column.torch_only is not None or column.bits.kind == "c":
+            raise ConfigError.of("field", field, f"{column}; one real number in each row is needed")
+        return self.ring.mark(field, keys)
 
 
 class EpochDrawer(Drawer):
@@ -155,6 +160,20 @@ class EpochDrawer(Drawer):
         self._order: Ints = np.empty(0, np.int64)
 
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
+        there = self.ring.size if starts is None else len(starts.all())
+        if not there or (count > there and self._last != "keep"):
+            raise Starved(
+                f"{count} rows were asked for without replacement, and {there} are there that could be drawn; add "
+                "rows, or ask for less"
+            )
+        before = (self.epoch, self.cursor, self.skipped, self._base, self._order)
+        try:
+            return self._draw(count, starts)
+        except Starved:
+            self.epoch, self.cursor, self.skipped, self._base, self._order = before
+            raise
+
+    def _draw(self, count: int, starts: Starts | None) -> Ints:
         drawn: list[Ints] = []
         missing, empty = count, 0
         while missing:

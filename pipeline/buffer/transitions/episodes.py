@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from pipeline.buffer.transitions.layout import OPEN
+from pipeline.config.replay import MOST_ROWS
+from pipeline.errors import UsageError
 
 Ints = np.ndarray
 
@@ -40,8 +42,7 @@ class Lengths:
         """Take in rows, the first of which has the key ``key``."""
         top = int(episodes.max()) + 1
         self._reach(top)
-        low = int(episodes.min())
-        self._length[low - self.base : top - self.base] += np.bincount(episodes - low).astype(np.int32)
+        self._length[episodes - self.base] = places + 1  # of an episode that is named more often its newest row counts
         begins = np.flatnonzero(places == 0)
         self._first[episodes[begins] - self.base] = key + begins
 
@@ -139,6 +140,8 @@ class Episodes:
             self.next += 1
         else:
             behind, place = key - last, place + 1
+            if place >= MOST_ROWS:
+                self._too_long(env)
         self._hot = (env, key if end == OPEN else -1, episode, place)
         self.lengths.note_one(episode, place, key)
         return episode, place, behind
@@ -152,9 +155,21 @@ class Episodes:
             ends: [n] how the episode ends with the row, 0: it goes on; n is a multiple of E, and not 0.
         """
         self._cool()
+        self._room(envs, len(ends))
         marks = self._block(key, envs, ends)
         self.lengths.note(marks.episode, marks.place, key)
         return marks
+
+    def _room(self, envs: Ints, count: int) -> None:
+        """Refuse a block with which an episode might have more rows than its marks can count."""
+        self._tail(int(envs.max()))
+        keys, _, places = self._tails[:, envs]
+        long = (keys >= 0) & (places >= MOST_ROWS - count)
+        if long.any():
+            self._too_long(int(envs[long][0]))
+
+    def _too_long(self, env: int) -> NoReturn:
+        raise UsageError(f"env={env}: an episode has at most {MOST_ROWS} rows; end_episode({env}) begins another one")
 
     def _block(self, key: int, envs: Ints, ends: Ints) -> Marks:
         width = len(envs)
@@ -189,6 +204,7 @@ class Episodes:
     def mixed(self, key: int, envs: Ints, ends: Ints) -> Marks:
         """Note a block whose row i is of environment ``envs[i]``, in any mixture."""
         self._cool()
+        self._room(envs, len(ends))
         order = np.argsort(envs, kind="stable")
         names, starts = np.unique(envs[order], return_index=True)
         episode, place, ahead, behind = (np.zeros(len(envs), np.int64) for _ in range(4))

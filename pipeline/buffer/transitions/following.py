@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -106,6 +107,8 @@ def n_step_returns(ring: Ring, keys: Ints, n: int, gamma: float, reward: str) ->
     if n == 1:
         last, counts = keys, np.ones(len(keys), np.int64)
         total = ring.mark(reward, keys)
+        if total.dtype.kind != "f":
+            total = total.astype(np.float64)
     else:
         chain, counts = ring.chain(keys, n)
         rewards = ring.mark(reward, chain.reshape(-1)).reshape(len(keys), n)
@@ -120,11 +123,15 @@ def n_step_returns(ring: Ring, keys: Ints, n: int, gamma: float, reward: str) ->
 
 def check_reward(ring: Ring, name: str) -> None:
     """Raises:
-    ConfigError: there is no such column of one number.
+    ConfigError: there is no such column of one real number.
     """
-    column = ring.storage.layout.column(name) if ring.storage.layout is not None else None
-    if column is not None and column.shape:
-        raise ConfigError(f"column {name}: {column}; one number in each row is needed for returns", option="fields")
+    assert ring.storage.layout is not None
+    column = ring.storage.layout.column(name)
+    if column.shape or column.torch_only is not None or column.bits.kind == "c":
+        raise ConfigError(
+            f"column {name}: {column}; one real number in each row is needed for returns, of a dtype that numpy has",
+            option="fields",
+        )
 
 
 def later_rows(ring: Ring, keys: Ints, rng: np.random.Generator) -> Ints:
@@ -139,12 +146,27 @@ def later_rows(ring: Ring, keys: Ints, rng: np.random.Generator) -> Ints:
     return chain[np.arange(len(keys)), steps]
 
 
-def stacked(ring: Ring, keys: Ints, names: list[str], count: int) -> Arrays:
+def stacked(ring: Ring, keys: Ints, names: list[str], count: int, before: Mapping[str, str] | None = None) -> Arrays:
     """Return columns [n, count, ...] of the rows that end with each of ``keys``, oldest first; before an episode's
-    first row that one is repeated."""
-    chain, _ = ring.chain_back(keys, count)
-    rows = ring.storage.gather(ring.slots(chain[:, ::-1]), names)
-    return rows.columns()
+    first row that one is repeated.
+
+    Args:
+        ring: the rows.
+        keys: [n] of rows that are there.
+        names: the columns.
+        count: how many rows.
+        before: for some columns, the one whose value in the first row is repeated instead: what was seen before the
+            first next observation is the first observation.
+    """
+    chain, counts = ring.chain_back(keys, count)
+    slots = ring.slots(chain[:, ::-1])
+    found = ring.storage.gather(slots, names).columns()
+    early = np.arange(count - 1, -1, -1) >= counts[:, None]
+    if before and early.any():
+        earlier = ring.storage.gather(slots[early], before.values()).columns()
+        for name, of in before.items():
+            found[name][early] = earlier[of]
+    return found
 
 
 __all__ = [

@@ -17,11 +17,11 @@ class Counts:
         self.free = limiter.ratio is None
         """Whether adding is never held back."""
 
-    def may_add(self, count: int = 1) -> bool:
-        """Whether ``count`` more rows may be added."""
+    def may_add(self, count: int, size: int) -> bool:
+        """Whether ``count`` more rows may be added to ``size`` that are there."""
         limiter = self.limiter
-        if limiter.ratio is None or self.added + count <= limiter.min_size:
-            return True
+        if limiter.ratio is None or size < limiter.min_size:
+            return True  # while nothing can be sampled, there is nothing to wait for
         most = limiter.ratio * limiter.min_size + limiter.buffer
         return (self.added + count) * limiter.ratio - self.sampled <= most
 
@@ -35,14 +35,14 @@ class Counts:
         least = limiter.ratio * limiter.min_size - limiter.buffer
         return self.added * limiter.ratio - self.sampled - count >= least
 
-    def check_add(self, count: int) -> None:
+    def check_add(self, count: int, size: int) -> None:
         """Refuse a block that could never be added.
 
         Raises:
             ConfigError: it needs more than the limiter's whole range.
         """
         ratio, buffer = self.limiter.ratio, self.limiter.buffer
-        if ratio is not None and count * ratio > 2 * buffer and not self.may_add(count):
+        if ratio is not None and count * ratio > 2 * buffer and not self.may_add(count, size):
             raise ConfigError.of(
                 "error_buffer",
                 buffer,

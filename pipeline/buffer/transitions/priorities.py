@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
+from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.config import Anneal, Prioritized
-from pipeline.errors import Starved
+from pipeline.errors import ConfigError, Starved
+
+_LEAST = float(np.nextafter(0.0, 1.0))
 
 
 class PriorityDrawer(Drawer):
@@ -19,6 +22,9 @@ class PriorityDrawer(Drawer):
     def __init__(self, ring: Ring, options: Prioritized) -> None:
         super().__init__(ring)
         self.options = options
+        ProcessMemory().check(9 * ring.capacity, f"capacity={ring.capacity}: priorities")
+        if not isinstance(options.new, str):
+            self._powers("new", np.array([options.new]))
         self.tree = SumTree(ring.capacity)
         self.batches = 0
         """How many batches were drawn: the position of an annealed exponent."""
@@ -56,7 +62,27 @@ class PriorityDrawer(Drawer):
             return self.tree.most or 1.0
         if new == "all_time_max":
             return max(self._ever, 1.0)
-        return float((np.float64(new) + self.options.eps) ** self.options.alpha)
+        return float(self._powers("new", np.array([new], np.float64))[0])
+
+    def _powers(self, option: str, priorities: Floats) -> Floats:
+        """Return priorities to the power of alpha.
+
+        Raises:
+            ConfigError: one is so large that sums of such would be infinite.
+        """
+        given = priorities + self.options.eps
+        with np.errstate(over="ignore", under="ignore"):
+            # What is more than 0 stays so, whatever is lost to rounding; and 0 to the power of 0 is not 1 here.
+            values = np.where(given > 0, np.maximum(given**self.options.alpha, _LEAST), 0.0)
+        most = np.finfo(np.float64).max / (2 * self.ring.capacity)
+        wrong = np.flatnonzero(~(values <= most))
+        if len(wrong):
+            raise ConfigError.of(
+                option,
+                float(priorities[wrong[0]]),
+                f"to the power of alpha={self.options.alpha:g}, at most {most:g} is needed; scale priorities down",
+            )
+        return values
 
     def draw(self, rng: np.random.Generator, count: int, starts: Any = None) -> Ints:
         self._settle()
@@ -86,9 +112,7 @@ class PriorityDrawer(Drawer):
 
     def update(self, keys: Ints, priorities: Floats) -> None:
         self._settle()
-        values = (priorities + self.options.eps) ** self.options.alpha
-        if self.options.alpha == 0:
-            values = np.where(priorities + self.options.eps > 0, 1.0, 0.0)  # 0 to the power of 0 is not 1 here
+        values = self._powers("priorities", priorities)
         self._ever = max(self._ever, float(values.max(initial=0.0)))
         self.tree.set(self.ring.slots(keys), values)
 

@@ -15,6 +15,7 @@ from pipeline.buffer.transitions.columns import Arrays
 from pipeline.buffer.transitions.episodes import Episodes, Marks
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, VERSION
 from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.config.replay import MOST_ROWS
 
 Ints = np.ndarray
 
@@ -94,7 +95,7 @@ class Ring:
             EPISODE: marks.episode,
             PLACE: marks.place,
             AHEAD: marks.ahead,
-            BEHIND: marks.behind,
+            BEHIND: np.minimum(marks.behind, MOST_ROWS),  # what is further back is gone, wherever it lay
             VERSION: version,
             SERIAL: np.arange(first, first + count).astype(np.uint32),
             END: ends,
@@ -127,7 +128,7 @@ class Ring:
                 self._stride, self._irregular = behind, key
         for name, value in row.items():
             view(name)[slot] = value
-        self.storage.mark(slot, episode, place, 0, behind, version, key & 0xFFFFFFFF, end)
+        self.storage.mark(slot, episode, place, 0, min(behind, MOST_ROWS), version, key & 0xFFFFFFFF, end)
         self.added = key + 1
         if self.size < self.capacity:
             self.size += 1
@@ -142,7 +143,7 @@ class Ring:
         stride = marks.stride
         if stride != self._stride or stride == 0:
             self._stride, self._irregular = stride or 1, first if stride else first + len(marks.place)
-        odd = marks.linked[marks.distances != stride]
+        odd = (marks.linked + marks.distances)[marks.distances != stride]  # seen from them, no stride leads back
         if len(odd):
             self._irregular = max(self._irregular, int(odd.max()) + 1)
 

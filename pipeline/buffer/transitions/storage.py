@@ -68,6 +68,7 @@ class TransitionStorage:
     def forget(self) -> None:
         """Give the memory back, and forget the schema."""
         self.layout, self.records, self.large, self._views = None, np.empty(0, MARKS), {}, {}
+        self._bytes = memoryview(b"")
 
     def view(self, name: str) -> np.ndarray:
         """Return a column, or a mark, of every slot: [capacity, ...]; writing to it changes the rows."""

@@ -1,0 +1,146 @@
+"""What callers hand to a replay buffer beside the columns, checked: everything is, before anything is changed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pipeline.buffer.transitions.layout import OPEN, TERMINATED, TRUNCATED
+from pipeline.config import Fields
+from pipeline.errors import ConfigError
+
+Ints = np.ndarray
+MOST_ENVS = 1 << 20
+MOST_VERSION = 2**31 - 1
+_ZERO = np.zeros(1, np.int64)
+
+
+def whole(option: str, value: Any, least: int, most: int) -> int:
+    """Return a whole number.
+
+    Raises:
+        ConfigError: it is none, or out of range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise ConfigError.of(option, value, f"a whole number from {least} to {most} is needed")
+    return number
+
+
+def one_environment(env: Any) -> int:
+    """Return the number of an environment."""
+    return whole("env", env, 0, MOST_ENVS - 1)
+
+
+def weights_version(version: Any) -> int:
+    """Return the version of weights."""
+    return whole("version", version, 0, MOST_VERSION)
+
+
+def environments(env: int | ArrayLike, envs: int | None, count: int) -> tuple[Ints, bool]:
+    """Return the environments of rows, and whether they are those of each row."""
+    if envs is not None:
+        width = whole("envs", envs, 1, MOST_ENVS)
+        if count % width or not (env.__class__ is int and env == 0):
+            raise ConfigError.of(
+                "envs", envs, f"a number that divides the {count} rows is needed, and no env= beside it"
+            )
+        return np.arange(width), False
+    if env.__class__ is int and env == 0:
+        return _ZERO, False
+    given = np.asarray(env)
+    if given.ndim == 0:
+        return np.array([one_environment(given[()])]), False
+    if given.shape != (count,):
+        raise ConfigError.of("env", given, f"the number of an environment, or [{count}] of them, are needed")
+    if given.dtype.kind not in "iu" or (given < 0).any() or (given >= MOST_ENVS).any():
+        raise ConfigError.of("env", given, f"whole numbers from 0 to {MOST_ENVS - 1} are needed")
+    return given.astype(np.int64), len(given) > 1
+
+
+def end_codes(arrays: Mapping[str, Any], count: int, ends: ArrayLike | None, fields: Fields) -> np.ndarray:
+    """Return how the episode ends with each row, as the columns say, or ``ends``.
+
+    Raises:
+        ConfigError: ``ends`` is no such array, or lets an episode go on that terminated.
+    """
+    codes = np.zeros(count, np.uint8)
+    for name, code in ((fields.done, TERMINATED), (fields.truncated, TRUNCATED), (fields.terminated, TERMINATED)):
+        flags = arrays.get(name)
+        if flags is not None:
+            codes[_flags(name, flags, count)] = code
+    if ends is None:
+        return codes
+    given = np.asarray(ends)
+    if given.shape != (count,) or given.dtype != bool:
+        raise ConfigError.of("ends", given, f"[{count}] bool is needed")
+    wrong = np.flatnonzero(~given & (codes == TERMINATED))
+    if len(wrong):
+        raise ConfigError.of("ends", given, f"the episode terminated with row {wrong[0]}, and does not end there")
+    return np.where(given, np.where(codes == OPEN, TRUNCATED, codes), OPEN).astype(np.uint8)
+
+
+def end_code(arrays: Mapping[str, Any], fields: Fields) -> int:
+    """As :func:`end_codes`, of one row."""
+    end = OPEN
+    get = arrays.get
+    terminated, truncated, done = get(fields.terminated), get(fields.truncated), get(fields.done)
+    if terminated is not None and _flag(fields.terminated, terminated):
+        return TERMINATED
+    if done is not None and _flag(fields.done, done):
+        end = TERMINATED
+    if truncated is not None and _flag(fields.truncated, truncated):
+        end = TRUNCATED
+    return end
+
+
+def _flags(name: str, flags: np.ndarray, count: int) -> np.ndarray:
+    if flags.size != count:
+        raise ConfigError(f"column {name}: shape {list(flags.shape[1:])}; one flag in each row is needed", option=name)
+    set_: np.ndarray = flags.reshape(count) != 0
+    return set_
+
+
+def _flag(name: str, flag: Any) -> bool:
+    if flag.__class__ is bool:
+        return bool(flag)
+    return bool(_flags(name, np.asarray(flag)[None], 1)[0])
+
+
+def priorities_of(keys: ArrayLike, priorities: Any, added: int) -> tuple[Ints, np.ndarray]:
+    """Return keys, and as many priorities.
+
+    Raises:
+        ConfigError: one of them is negative or not finite, or was never the key of a row, or the numbers differ.
+    """
+    where = np.asarray(keys).reshape(-1)
+    if where.dtype.kind not in "iu" and len(where):
+        raise ConfigError.of("keys", where.dtype, "whole numbers, such as batch.keys, are needed")
+    where = where.astype(np.int64, copy=False)
+    if hasattr(priorities, "detach"):
+        priorities = priorities.detach().cpu()
+        if not priorities.is_complex():
+            priorities = priorities.double().numpy()
+    try:
+        given = np.asarray(priorities)
+        values = given.astype(np.float64, casting="same_kind" if given.size else "unsafe").reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"priorities: numbers are needed ({error})", option="priorities") from None
+    if len(where) != len(values):
+        raise ConfigError.of("priorities", len(values), f"as many as keys are needed: {len(where)}")
+    wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
+    if len(wrong):
+        raise ConfigError.of(
+            "priorities", float(values[wrong[0]]), f"finite numbers from 0 on are needed; number {wrong[0]} is none"
+        )
+    unknown = np.flatnonzero((where < 0) | (where >= added))
+    if len(unknown):
+        raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
+    return where, values
