@@ -37,6 +37,7 @@ from pipeline import Fields as Fields  # noqa: E402
 from pipeline import ForebayError as ForebayError  # noqa: E402
 from pipeline import Group as Group  # noqa: E402
 from pipeline import GroupsRejected as GroupsRejected  # noqa: E402
+from pipeline import Hindsight as Hindsight  # noqa: E402
 from pipeline import Item as Item  # noqa: E402
 from pipeline import LearningSource as LearningSource  # noqa: E402
 from pipeline import Limiter as Limiter  # noqa: E402

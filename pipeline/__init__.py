@@ -8,6 +8,7 @@ from pipeline.buffer.transitions.columns import Schema as Schema
 from pipeline.config import Anneal as Anneal
 from pipeline.config import FailFast as FailFast
 from pipeline.config import Fields as Fields
+from pipeline.config import Hindsight as Hindsight
 from pipeline.config import Limiter as Limiter
 from pipeline.config import Ordered as Ordered
 from pipeline.config import PipelineOptions as PipelineOptions

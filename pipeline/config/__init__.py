@@ -3,6 +3,7 @@
 from pipeline.config.base import LEAST as LEAST
 from pipeline.config.base import MOST as MOST
 from pipeline.config.base import Options as Options
+from pipeline.config.hindsight import Hindsight as Hindsight
 from pipeline.config.pipeline import Durability as Durability
 from pipeline.config.pipeline import PipelineOptions as PipelineOptions
 from pipeline.config.policies import FailFast as FailFast

@@ -87,6 +87,8 @@ class ReplayOptions(Options, frozen=True):
         seed: of every random choice.
         returns: what a batch gives out: ``torch`` tensors or ``numpy`` arrays.
         fields: names of columns.
+        share_next_obs: do not store the next observation of a row that is the observation of the next one of its
+            episode; what is sampled is the same.
         directory: the run's folder, made if absent; None keeps everything in memory.
         keep: generations kept, counted by distinct steps; None, or -1: all.
         keep_every: beside those, the newest generation of every step that this divides stays for good.
@@ -105,6 +107,7 @@ class ReplayOptions(Options, frozen=True):
     seed: int = 0
     returns: Literal["torch", "numpy"] = "torch"
     fields: Fields = Fields()
+    share_next_obs: bool = False
     timeout: float | None = 0.0
     directory: str | None = None
     keep: int | None = 3

@@ -44,8 +44,11 @@ def weights_version(version: Any) -> int:
     return whole("version", version, 0, MOST_VERSION)
 
 
-def environments(env: int | ArrayLike, envs: int | None, count: int) -> tuple[Ints, bool]:
-    """Return the environments of rows, and whether they are those of each row."""
+def environments(env: int | ArrayLike, envs: int | Ints | None, count: int) -> tuple[Ints, bool]:
+    """Return the environments of rows, and whether they are those of each row. An array ``envs`` is returned as it
+    is."""
+    if isinstance(envs, np.ndarray):
+        return envs, False
     if envs is not None:
         width = whole("envs", envs, 1, MOST_ENVS)
         if count % width or not (env.__class__ is int and env == 0):

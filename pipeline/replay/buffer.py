@@ -12,34 +12,25 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipeline.buffer.transitions.batch import TransitionBatch
-from pipeline.buffer.transitions.columns import Rows, Schema
+from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.drawing import make_drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.storage import TransitionStorage
-from pipeline.config import ReplayOptions, Slices
+from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import UsageError
+from pipeline.replay.adding_verbs import DEFAULT, AddingVerbs
 from pipeline.replay.aio import AsyncReplayBuffer
-from pipeline.replay.arguments import (
-    MOST_ENVS,
-    MOST_VERSION,
-    end_code,
-    end_codes,
-    environments,
-    one_environment,
-    priorities_of,
-    weights_version,
-    whole,
-)
+from pipeline.replay.arguments import priorities_of, whole
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
 from pipeline.replay.sampling import Sampler, Wanted
 from pipeline.replay.saving import Parts, Saver
 from pipeline.replay.saving_verbs import SavingVerbs
+from pipeline.replay.stepping import Stepping
 from pipeline.store.files import FilesLike
-
-_DEFAULT: Any = object()
 
 
 class Updated(NamedTuple):
@@ -70,7 +61,7 @@ class ReplayStatistics(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: int
 
 
-class ReplayBuffer(SavingVerbs):
+class ReplayBuffer(AddingVerbs, SavingVerbs):
     """The newest ``capacity`` rows of fixed shape, to be sampled many times.
 
     ::
@@ -100,7 +91,9 @@ class ReplayBuffer(SavingVerbs):
         self.gate = Gate()
         self._saver = Saver(self.options, self.gate, files)
         self._due = None if self._saver.store is None else Due(self.options, self._saver.store.folder.layout.stop_file)
-        self._use(self._parts(Ring(TransitionStorage(capacity, schema))))
+        self._use(self._parts(Ring(TransitionStorage(capacity))))
+        if schema is not None:
+            self._shape(schema)
         self._forked = False
         _not_after_fork(self)
 
@@ -113,101 +106,14 @@ class ReplayBuffer(SavingVerbs):
         """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
         drawer = make_drawer(ring, self.options.select, self.options.seed)
         rng = np.random.Generator(np.random.PCG64([self.options.seed, 0]))
-        return Parts(ring, drawer, Counts(self.options.limiter), rng, {})
+        shared = SharedNextObs(ring, self.options.fields) if self.options.share_next_obs else None
+        return Parts(ring, drawer, Counts(self.options.limiter), rng, shared, Stepping())
 
     def _use(self, parts: Parts) -> None:
         self._own = parts
         self.ring, self._drawer, self._counts, self._rng = parts.ring, parts.drawer, parts.counts, parts.rng
-        self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options)
-
-    # -- adding ------------------------------------------------------------------------------------------------
-
-    def extend(
-        self,
-        rows: Rows,
-        *,
-        env: int | ArrayLike = 0,
-        envs: int | None = None,
-        ends: ArrayLike | None = None,
-        version: int = 0,
-        timeout: float | None = _DEFAULT,
-    ) -> range:
-        """Add rows [n, ...], all or none of them.
-
-        Args:
-            rows: numpy arrays or tensors by column, with n in front; a mapping in it stands for nested columns. They
-                are copied.
-            env: the environment that they are of, a number from 0 on, or that of each row [n]. Rows of one environment
-                come in their order in time.
-            envs: E, if row t * E + e is of environment e.
-            ends: [n] bool, whether the episode ends with the row; by default where ``terminated``, ``truncated`` or
-                ``done`` say so, if there are such columns.
-            version: of the weights that made them.
-            timeout: seconds to wait for the limiter; by default the option of that name.
-
-        Returns:
-            The keys of the rows.
-
-        Raises:
-            ConfigError: a column is missing or unknown, or of another shape or dtype. Nothing was changed.
-            TimedOut: the limiter does not let them in. Nothing was changed.
-        """
-        version = weights_version(version)
-        with self.gate.lock:
-            while True:
-                self._usable()
-                schema = self.ring.storage.schema or Schema.of(rows)
-                arrays, count = schema.check(rows)
-                whose, mixed = environments(env, envs, count)
-                codes = end_codes(arrays, count, ends, self.options.fields)
-                if not count:
-                    return range(self.ring.added, self.ring.added)
-                if not self._waited_to_add(count, timeout):
-                    break  # else the columns may be others by now
-            if self.ring.storage.schema is None:
-                self.ring.storage.shape(schema)
-            first = self.ring.extend(arrays, count, whose, codes, version, mixed=mixed)
-            self._drawer.added(first, count)
-            self._counts.added += count
-        self.gate.changed()
-        return range(first, first + count)
-
-    def append(self, row: Rows, *, env: int = 0, version: int = 0, timeout: float | None = _DEFAULT) -> int:
-        """Add one row, whose columns have no leading axis; return its key. See :meth:`extend`."""
-        if env.__class__ is not int or not 0 <= env < MOST_ENVS:
-            env = one_environment(env)
-        if version.__class__ is not int or not 0 <= version <= MOST_VERSION:
-            version = weights_version(version)
-        with self.gate.lock:
-            storage = self.ring.storage
-            while True:
-                self._usable()
-                schema = storage.schema or Schema.of(row, leading=False)
-                arrays = row if schema.fits(row) else schema.check(row, leading=False)[0]
-                end = end_code(arrays, self.options.fields)
-                if self._counts.free or not self._waited_to_add(1, timeout):
-                    break
-            if storage.schema is None:
-                storage.shape(schema)
-            key = self.ring.append(arrays, env, end, version)
-            self._drawer.added(key, 1)
-            self._counts.added += 1
-        self.gate.changed()
-        return key
-
-    def end_episode(self, env: int | None = None) -> int:
-        """End the open episode of an environment, or of all, where it is: its next row begins another one.
-
-        Returns:
-            How many episodes were ended. Their last rows count as neither terminated nor truncated.
-        """
-        if env is not None:
-            env = one_environment(env)
-        with self.gate.lock:
-            self._usable()
-            before = self.ring.cuts
-            self.ring.cut(env)
-            return self.ring.cuts - before
+        self.shared, self.stepping = parts.shared, parts.stepping
+        self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options, parts.shared)
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
@@ -220,7 +126,8 @@ class ReplayBuffer(SavingVerbs):
         slices: Slices | Mapping[str, Any] | None = None,
         stack: int = 1,
         columns: Sequence[str] | None = None,
-        timeout: float | None = _DEFAULT,
+        hindsight: Hindsight | Mapping[str, Any] | None = None,
+        timeout: float | None = DEFAULT,
     ) -> TransitionBatch:
         """Return ``count`` rows, or slices, as the option ``select`` says.
 
@@ -234,6 +141,7 @@ class ReplayBuffer(SavingVerbs):
             stack: give ``obs`` and ``next_obs`` as the so many newest ones, [n, stack, ...], oldest first; before an
                 episode's first row that is repeated.
             columns: only these.
+            hindsight: give a share of the rows another goal, which their episode reached.
             timeout: seconds to wait for the limiter; by default the option of that name.
 
         Raises:
@@ -242,7 +150,7 @@ class ReplayBuffer(SavingVerbs):
             TimedOut: the limiter lets nothing out now.
         """
         count = whole("count", count, 1, MOST_ROWS)
-        wanted = Wanted.of(n_step, gamma, slices, stack, columns)
+        wanted = Wanted.of(n_step, gamma, slices, stack, columns, hindsight)
         with self.gate.lock:
             self._usable()
             self.wait_to_sample(count, timeout)
@@ -282,7 +190,7 @@ class ReplayBuffer(SavingVerbs):
         """Whether the limiter lets ``count`` rows out now, and there are any."""
         return self.ring.size > 0 and self._counts.may_sample(count, self.ring.size)
 
-    def wait_to_add(self, count: int, timeout: float | None = _DEFAULT) -> None:
+    def wait_to_add(self, count: int, timeout: float | None = DEFAULT) -> None:
         """Wait until ``count`` rows may be added.
 
         Raises:
@@ -304,7 +212,7 @@ class ReplayBuffer(SavingVerbs):
         self.wait_to_add(count, timeout)
         return True
 
-    def wait_to_sample(self, count: int, timeout: float | None = _DEFAULT) -> None:
+    def wait_to_sample(self, count: int, timeout: float | None = DEFAULT) -> None:
         """Wait until ``count`` rows may be sampled.
 
         Raises:
@@ -322,7 +230,7 @@ class ReplayBuffer(SavingVerbs):
             )
 
     def _seconds(self, timeout: float | None) -> float | None:
-        return self.options.timeout if timeout is _DEFAULT else timeout
+        return self.options.timeout if timeout is DEFAULT else timeout
 
     def clear(self) -> None:
         """Forget every row, and the columns: others may be added then. Keys are not used again."""
@@ -330,6 +238,9 @@ class ReplayBuffer(SavingVerbs):
             self._usable()
             self.ring.clear()
             self.ring.storage.forget()
+            self.stepping.reset()
+            if self.shared is not None:
+                self.shared.forget()
             self._drawer.clear()
         self.gate.changed()
 

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.batch import TransitionBatch
+from pipeline.buffer.transitions.columns import Arrays
 from pipeline.buffer.transitions.drawing import Drawer
-from pipeline.buffer.transitions.following import Needs, check_reward, n_step_returns, slice_keys, stacked
+from pipeline.buffer.transitions.following import Needs, check_reward, n_step_returns, slice_keys, stacked, stacked_next
 from pipeline.buffer.transitions.layout import RowLayout
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.config import Fields, ReplayOptions, Slices
+from pipeline.buffer.transitions.sharing import SharedNextObs
+from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError
 from pipeline.replay.arguments import whole
+from pipeline.replay.hindsight import Relabelling
 
 Ints = np.ndarray
 
@@ -29,6 +32,7 @@ class Wanted(NamedTuple):
     slices: Slices | None = None
     stack: int = 1
     columns: tuple[str, ...] | None = None
+    hindsight: Hindsight | None = None
 
     @classmethod
     def of(
@@ -38,13 +42,14 @@ class Wanted(NamedTuple):
         slices: Slices | Mapping[str, Any] | None,
         stack: int,
         columns: Sequence[str] | None,
+        hindsight: Hindsight | Mapping[str, Any] | None = None,
     ) -> Wanted:
         """Check what is asked for.
 
         Raises:
             ConfigError: it contradicts itself.
         """
-        if n_step == 1 and gamma is None and slices is None and stack == 1 and columns is None:
+        if (n_step, stack) == (1, 1) and gamma is None and slices is None and columns is None and hindsight is None:
             return _PLAIN
         n_step, stack = whole("n_step", n_step, 1, MOST_ROWS), whole("stack", stack, 1, MOST_ROWS)
         if gamma is None and n_step > 1:
@@ -57,7 +62,14 @@ class Wanted(NamedTuple):
                 "slices: n_step, gamma and stack are for single rows; returns of a slice follow from its rewards",
                 option="slices",
             )
-        return cls(n_step, gamma, wanted, stack, _names(columns))
+        if hindsight is not None and (wanted is not None or n_step > 1 or stack > 1):
+            raise ConfigError(
+                "hindsight: slices, n_step and stack go on with rows whose goals and rewards are the old ones; relabel "
+                "single rows",
+                option="hindsight",
+            )
+        her = None if hindsight is None else Hindsight.of(hindsight)
+        return cls(n_step, gamma, wanted, stack, _names(columns), her)
 
 
 def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -70,8 +82,16 @@ _PLAIN = Wanted()
 class Sampler:
     """Draws keys, and gathers what belongs to them."""
 
-    def __init__(self, ring: Ring, drawer: Drawer, rng: np.random.Generator, options: ReplayOptions) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        drawer: Drawer,
+        rng: np.random.Generator,
+        options: ReplayOptions,
+        shared: SharedNextObs | None = None,
+    ) -> None:
         self._ring, self._drawer, self._rng, self._options = ring, drawer, rng, options
+        self._shared = shared
         self._needs: dict[tuple[Slices | None, int], Needs] = {}
 
     def sample(self, count: int, wanted: Wanted) -> TransitionBatch:
@@ -80,16 +100,25 @@ class Sampler:
         if wanted is _PLAIN:
             keys = self._drawer.draw(self._rng, count)
             rows = ring.storage.gather(keys % ring.capacity)
+            if self._shared is not None:
+                rows.arrays |= self._shared.gather(keys, self._shared.names())
             return TransitionBatch(
-                rows.layout, rows.records, rows.arrays, keys, self._options.returns, weights=self._weights(keys)
+                self._layout, rows.records, rows.arrays, keys, self._options.returns, weights=self._weights(keys)
             )
         self._check(wanted)
-        columns = self._columns(wanted)
+        wanted = wanted._replace(columns=self._columns(wanted))
         keys = self._drawer.draw(self._rng, count, self._starts(wanted))
         weights = self._weights(keys)
         if wanted.slices is not None:
-            return self._slices(keys, weights, columns, wanted.slices)
-        return self._rows(keys, weights, columns, wanted)
+            return self._slices(keys, weights, wanted, wanted.slices)
+        return self._rows(keys, weights, wanted)
+
+    @property
+    def _layout(self) -> RowLayout:
+        """Where the columns that are given out lie."""
+        layout = self._ring.storage.layout if self._shared is None else self._shared.layout
+        assert layout is not None
+        return layout
 
     def _weights(self, keys: Ints) -> np.ndarray | None:
         weights = self._drawer.weights(keys)
@@ -112,31 +141,33 @@ class Sampler:
         for option, value in (("n_step", wanted.n_step), ("stack", wanted.stack)):
             if value > ring.capacity:
                 raise ConfigError.of(option, value, f"capacity={ring.capacity} rows are held")
-        layout = ring.storage.layout
-        assert layout is not None
+        layout = self._layout
         if wanted.gamma is not None:
             check_reward(ring, fields.reward)
+        if wanted.hindsight is not None:
+            Relabelling.of(wanted.hindsight, layout, fields)  # before anything is drawn
         if wanted.stack > 1 and not _group(layout, fields.obs):
             layout.column(fields.obs)
 
-    def _columns(self, wanted: Wanted) -> list[str] | None:
+    def _columns(self, wanted: Wanted) -> tuple[str, ...] | None:
         """Return the names of the columns that are wanted, a group as all of its own; None: all."""
-        layout = self._ring.storage.layout
-        assert layout is not None
         if wanted.columns is None:
             return None
-        return [each for name in wanted.columns for each in _group(layout, name) or [layout.column(name).name]]
+        layout = self._layout
+        return tuple(each for name in wanted.columns for each in _group(layout, name) or [layout.column(name).name])
 
-    def _slices(
-        self, keys: Ints, weights: np.ndarray | None, columns: list[str] | None, slices: Slices
-    ) -> TransitionBatch:
+    def _slices(self, keys: Ints, weights: np.ndarray | None, wanted: Wanted, slices: Slices) -> TransitionBatch:
         ring = self._ring
         chain, mask = slice_keys(ring, keys, slices)
-        rows = ring.storage.gather(ring.slots(chain), columns)
+        rows = ring.storage.gather(ring.slots(chain), wanted.columns)
+        arrays = dict(rows.columns())
+        if self._shared is not None:
+            nexts = self._shared.gather(chain.reshape(-1), self._shared.names(wanted.columns))
+            arrays |= {name: array.reshape(*chain.shape, *array.shape[1:]) for name, array in nexts.items()}
         return TransitionBatch(
-            rows.layout,
+            self._layout,
             rows.records.reshape(chain.shape),
-            rows.columns(),
+            arrays,
             keys,
             self._options.returns,
             weights=weights,
@@ -145,11 +176,9 @@ class Sampler:
             bootstrap=slices.bootstrap,
         )
 
-    def _rows(
-        self, keys: Ints, weights: np.ndarray | None, columns: list[str] | None, wanted: Wanted
-    ) -> TransitionBatch:
+    def _rows(self, keys: Ints, weights: np.ndarray | None, wanted: Wanted) -> TransitionBatch:
         ring, fields = self._ring, self._options.fields
-        rows = ring.storage.gather(ring.slots(keys), columns)
+        rows = ring.storage.gather(ring.slots(keys), wanted.columns)
         arrays = dict(rows.arrays)
         discount = steps = None
         last = keys
@@ -163,14 +192,15 @@ class Sampler:
                 ends = [name for name in ends if name in arrays]
                 if ends:
                     arrays |= ring.storage.gather(ring.slots(last), ends).arrays
+        if self._shared is not None:
+            arrays |= self._shared.gather(last, self._shared.names(wanted.columns))
         if wanted.stack > 1:
-            for group, of in ((fields.obs, keys), (fields.next_obs, last)):
-                names = [name for name in _group(rows.layout, group) if name in arrays]
-                if names:
-                    before = _observations(rows.layout, names, fields) if group == fields.next_obs else None
-                    arrays |= stacked(ring, of, names, wanted.stack, before)
+            self._stack(arrays, keys, last, wanted.stack)
+        relabelled = None
+        if wanted.hindsight is not None:
+            relabelled = self._relabel(arrays, keys, discount, wanted)
         return TransitionBatch(
-            rows.layout,
+            self._layout,
             rows.records,
             arrays,
             keys,
@@ -178,19 +208,47 @@ class Sampler:
             weights=weights,
             discount=discount,
             steps=steps,
+            relabelled=relabelled,
         )
 
+    def _relabel(self, arrays: Arrays, keys: Ints, discount: np.ndarray | None, wanted: Wanted) -> np.ndarray:
+        """Give some of the rows other goals; return which [n] bool."""
+        assert wanted.hindsight is not None
+        relabelling = Relabelling.of(wanted.hindsight, self._layout, self._options.fields)
+        chosen, later = relabelling.choose(self._ring, keys, self._rng)
+        relabelled = np.zeros(len(keys), bool)
+        relabelled[chosen] = True
+        if len(chosen):
+            own, goal = (self._column(relabelling.achieved, of) for of in (keys[chosen], later))
+            ended = relabelling.apply(arrays, chosen, own, goal, self._options.fields)
+            if ended is not None and discount is not None:
+                discount[chosen] = np.where(ended, 0.0, wanted.gamma or 0.0)
+        return relabelled
 
-def _observations(layout: RowLayout, names: list[str], fields: Fields) -> dict[str, str]:
-    """Return, for columns of next observations, those of the observations before, where there are such."""
-    there = {each.name: each for each in layout.schema.columns}
-    pairs = {name: fields.obs + name.removeprefix(fields.next_obs) for name in names}
-    alike = {name: of for name, of in pairs.items() if of in there}
-    return {
-        name: of
-        for name, of in alike.items()
-        if (there[name].dtype, there[name].shape) == (there[of].dtype, there[of].shape)
-    }
+    def _column(self, name: str, keys: Ints) -> np.ndarray:
+        """Copy a column out, wherever it lies."""
+        if self._shared is not None and name in self._shared.names():
+            return self._shared.gather(keys, [name])[name]
+        return self._ring.storage.gather(self._ring.slots(keys), [name]).arrays[name]
+
+    def _stack(self, arrays: Arrays, keys: Ints, last: Ints, count: int) -> None:
+        """Put stacks in the place of observations and next ones: those of ``keys`` and, n-step, of ``last``."""
+        ring, fields, layout = self._ring, self._options.fields, self._layout
+        twins = {fields.next_obs + name[len(fields.obs) :]: name for name in _group(layout, fields.obs)}
+        nexts = [name for name in _group(layout, fields.next_obs) if name in arrays]
+        like = [name for name in nexts if name in twins and _alike(layout, name, twins[name])]
+        given = {name: arrays[name] for name in like}
+        if given:
+            arrays |= stacked_next(ring, last, given, {name: twins[name] for name in like}, count)
+        for names, of in ((_group(layout, fields.obs), keys), ([each for each in nexts if each not in like], last)):
+            wanted = [name for name in names if name in arrays]
+            if wanted:
+                arrays |= stacked(ring, of, wanted, count)
+
+
+def _alike(layout: RowLayout, one: str, other: str) -> bool:
+    left, right = layout.column(one), layout.column(other)
+    return (left.dtype, left.shape) == (right.dtype, right.shape)
 
 
 def _group(layout: RowLayout, name: str) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.checkpoint.generations import choose, with_offer
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
 from pipeline.config import ReplayOptions
@@ -20,6 +21,7 @@ from pipeline.replay.gate import Gate
 from pipeline.replay.job import Job
 from pipeline.replay.loading import Read, read
 from pipeline.replay.state import BufferState, generator_state, set_generator
+from pipeline.replay.stepping import Stepping
 from pipeline.replay.store import Generation, ReplayStore, Saving
 from pipeline.store.files import FilesLike
 
@@ -41,8 +43,8 @@ class Parts(NamedTuple):
     drawer: Drawer
     counts: Counts
     rng: np.random.Generator
-    extras: Mapping[str, Any]
-    """More parts with ``state``, ``arrays`` and ``load``, by name."""
+    shared: SharedNextObs | None
+    stepping: Stepping
 
 
 class Saver:
@@ -142,13 +144,17 @@ class Saver:
             generator=generator_state(parts.rng),
             selection=str(self._options.select.__struct_config__.tag),
             selector=parts.drawer.state(),
-            extras={name: part.state() for name, part in parts.extras.items()},
+            awaiting_reset=parts.stepping.state(),
+            next_obs_columns=None if parts.shared is None else parts.shared.columns(),
         )
 
     def _values(self, parts: Parts) -> dict[str, np.ndarray]:
         values = {f"selector.{name}": each for name, each in parts.drawer.arrays().items()}
-        for part, owner in parts.extras.items():
-            values |= {f"{part}.{name}": each for name, each in owner.arrays().items()}
+        if parts.shared is not None:
+            keys, arrays = parts.shared.state()
+            values["next_obs.keys"] = keys
+            # By their number: a column's name may be none for a file.
+            values |= {f"next_obs.{number}": each for number, each in enumerate(arrays.values())}
         return {f"{name}.{each.dtype.name}": each for name, each in values.items()}
 
     # -- resuming ----------------------------------------------------------------------------------------------
@@ -171,9 +177,15 @@ class Saver:
         stored = choose(found, step, store.folder.layout.directory)
         layout, tag = store.folder.layout, store.folder.tag
         try:
-            return read(layout, tag, stored, list(self.attached), ring.capacity, ring.storage.schema)
+            found_there = read(layout, tag, stored, list(self.attached), ring.capacity, ring.storage.schema)
         except Damaged as error:
             raise with_offer(error, stored, found) from None
+        if (found_there.state.next_obs_columns is not None) != self._options.share_next_obs:
+            raise UsageError(
+                f"{stored.folder}: was saved with share_next_obs={not self._options.share_next_obs}; build the buffer "
+                "with that"
+            )
+        return found_there
 
     def take_over(self, found: Read, parts: Parts) -> None:
         """Put what was read in use. ``parts`` hold the ring that was read."""
@@ -189,8 +201,15 @@ class Saver:
                 parts.counts.load(state.limiter)
             mine = _of_part(values, "selector")
             parts.drawer.load(state.selector if state.selection == own else {}, mine if state.selection == own else {})
-            for name, part in parts.extras.items():
-                part.load(state.extras.get(name, {}), _of_part(values, name))
+            parts.stepping.load(state.awaiting_reset)
+            if parts.shared is not None and state.next_obs_columns is not None:
+                kept = _of_part(values, "next_obs")
+                keys = kept["keys"]
+                shaped = {
+                    column.name: kept[str(number)].reshape(len(keys), *column.shape)
+                    for number, column in enumerate(state.next_obs_columns)
+                }
+                parts.shared.load(keys, shaped)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{found.stored.folder}: the buffer's state does not fit together ({error!r})") from None
         if state.selection != own:

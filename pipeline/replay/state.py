@@ -36,8 +36,10 @@ class BufferState(msgspec.Struct, kw_only=True):
     selection: str = ""
     """The tag of the selection that the next field is of."""
     selector: dict[str, Any] = {}
-    extras: dict[str, Any] = {}
-    """Of parts that are not in use everywhere, by name."""
+    awaiting_reset: list[int] = []
+    """Environments whose next step is their reset."""
+    next_obs_columns: list[Column] | None = None
+    """Of the next observations that are kept aside; None: each row holds its own."""
 
     @property
     def schema(self) -> Schema | None:

@@ -100,10 +100,8 @@ class Model:
         return (seen + [seen[-1]] * count)[:count][::-1]
 
     def next_frames(self, row: Row, count: int) -> list[float]:
-        """The newest next observations up to a row, oldest first; before the first there was the first observation."""
-        upto = self.upto(row)
-        seen = [each.key + 0.5 for each in upto[:count]]
-        return (seen + [float(upto[-1].key)] * count)[:count][::-1]
+        """What is seen after a row, oldest first: the newest observations, and the next one."""
+        return [*(self.frames(row, count - 1) if count > 1 else []), row.key + 0.5]
 
 
 def reward_of(key: int) -> float:

@@ -75,16 +75,28 @@ def test_the_next_draws_are_those_of_the_buffer_that_was_not_saved(tmp_path: Pat
         assert draws(again, 5) == later
 
 
-def test_what_is_saved_is_all_of_it(tmp_path: Path) -> None:
-    with make(tmp_path) as buffer:
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_saved_is_all_of_it(tmp_path: Path, shared: bool) -> None:
+    with make(tmp_path, share_next_obs=shared) as buffer:
         buffer.extend(rows(0, 40), envs=4)
         buffer.extend(rows(40, 35), env=np.arange(35) % 3)
         buffer.end_episode(1)
+        buffer.stepping.load([2, 5])
         before = contents(buffer)
         buffer.save(1, wait=True)
-    with make(tmp_path) as again:
+        expected = next_observations(buffer)
+    with make(tmp_path, share_next_obs=shared) as again:
         again.resume(continue_episodes=True)
         assert contents(again) == before
+        assert again.stepping.state() == [2, 5]
+        assert next_observations(again) == expected
+    with make(tmp_path, share_next_obs=not shared) as other, pytest.raises(UsageError, match="share_next_obs="):
+        other.resume()
+
+
+def next_observations(buffer: ReplayBuffer) -> list[Any]:
+    batch = buffer.sample(500)
+    return [batch.keys.tolist(), batch["next_obs"]["n"].tolist(), batch["next_obs"]["half"].tolist()]
 
 
 def test_every_dtype_comes_back_as_it_went_in(tmp_path: Path) -> None:

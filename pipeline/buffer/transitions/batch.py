@@ -26,6 +26,7 @@ class TransitionBatch:
         mask: [n, window] bool, of slices: whether the row is one of its own; else None.
         discount: [n] float32, with ``gamma``: what the value of ``next_obs`` is multiplied with; else None.
         steps: [n] int64 array, with ``gamma``: how many rewards were summed; else None.
+        relabelled: [n] bool array, with ``hindsight``: whether the row has another goal than it had; else None.
         burn_in, bootstrap: of slices: how many rows at the beginning and at the end are not to be learned from.
     """
 
@@ -40,6 +41,7 @@ class TransitionBatch:
         "burn_in",
         "keys",
         "kind",
+        "relabelled",
         "steps",
     )
 
@@ -55,6 +57,7 @@ class TransitionBatch:
         mask: np.ndarray | None = None,
         discount: np.ndarray | None = None,
         steps: np.ndarray | None = None,
+        relabelled: np.ndarray | None = None,
         burn_in: int = 0,
         bootstrap: int = 0,
     ) -> None:
@@ -62,6 +65,7 @@ class TransitionBatch:
         self.keys, self.kind = keys, kind
         self._weights, self._mask, self._discount = weights, mask, discount
         self.steps: Any = steps
+        self.relabelled: Any = relabelled
         self.burn_in, self.bootstrap = burn_in, bootstrap
 
     def __getitem__(self, name: str) -> Any:
@@ -153,6 +157,7 @@ class TransitionBatch:
             mask=self._mask,
             discount=self._discount,
             steps=self.steps,
+            relabelled=self.relabelled,
             burn_in=self.burn_in,
             bootstrap=self.bootstrap,
         )

@@ -146,27 +146,52 @@ def later_rows(ring: Ring, keys: Ints, rng: np.random.Generator) -> Ints:
     return chain[np.arange(len(keys)), steps]
 
 
-def stacked(ring: Ring, keys: Ints, names: list[str], count: int, before: Mapping[str, str] | None = None) -> Arrays:
+def last_rows(ring: Ring, keys: Ints) -> Ints:
+    """Return for each row the last one of its episode that there is."""
+    left = ring.following(keys).astype(np.int64)
+    stride = ring.stride
+    if stride:
+        return keys + (left - 1) * stride
+    return ring.chain(keys, int(left.max(initial=1)))[0][:, -1]
+
+
+def earlier_or_later_rows(ring: Ring, keys: Ints, rng: np.random.Generator) -> Ints:
+    """Return for each row a row of the same episode that is there, itself or any other, each alike (the strategy
+    ``episode`` of Andrychowicz et al. 2017, arXiv:1707.01495)."""
+    left, places = ring.following(keys).astype(np.int64), ring.mark(PLACE, keys).astype(np.int64)
+    stride = ring.stride
+    if stride:
+        steps = rng.integers(-np.minimum(places, (keys - ring.oldest) // stride), left)
+        return keys + steps * stride
+    before = ring.chain_back(keys, int(places.max(initial=0)) + 1)[0]
+    steps = rng.integers(-np.minimum(places, (before >= ring.oldest).sum(axis=1) - 1), left)
+    after = ring.chain(keys, int(steps.max(initial=0)) + 1)[0]
+    rows = np.arange(len(keys))
+    found: Ints = np.where(steps < 0, before[rows, np.maximum(-steps, 0)], after[rows, np.maximum(steps, 0)])
+    return found
+
+
+def stacked(ring: Ring, keys: Ints, names: list[str], count: int) -> Arrays:
     """Return columns [n, count, ...] of the rows that end with each of ``keys``, oldest first; before an episode's
-    first row that one is repeated.
+    first row that one is repeated."""
+    chain, _ = ring.chain_back(keys, count)
+    rows = ring.storage.gather(ring.slots(chain[:, ::-1]), names)
+    return rows.columns()
+
+
+def stacked_next(ring: Ring, keys: Ints, nexts: Arrays, of: Mapping[str, str], count: int) -> Arrays:
+    """Return next observations [n, count, ...] as the successors' stacks are: the newest of them, oldest first.
 
     Args:
-        ring: the rows.
-        keys: [n] of rows that are there.
-        names: the columns.
-        count: how many rows.
-        before: for some columns, the one whose value in the first row is repeated instead: what was seen before the
-            first next observation is the first observation.
+        ring: of the rows.
+        keys: [n] of the rows.
+        nexts: [n, ...] their next observations by column.
+        of: for each of these columns that of the observation.
+        count: how many are stacked, 2 at the least.
     """
-    chain, counts = ring.chain_back(keys, count)
-    slots = ring.slots(chain[:, ::-1])
-    found = ring.storage.gather(slots, names).columns()
-    early = np.arange(count - 1, -1, -1) >= counts[:, None]
-    if before and early.any():
-        earlier = ring.storage.gather(slots[early], before.values()).columns()
-        for name, of in before.items():
-            found[name][early] = earlier[of]
-    return found
+    chain, _ = ring.chain_back(keys, count - 1)
+    rows = ring.storage.gather(ring.slots(chain[:, ::-1]), set(of.values())).columns()
+    return {name: np.concatenate([rows[of[name]], array[:, None]], axis=1) for name, array in nexts.items()}
 
 
 __all__ = [
@@ -174,8 +199,11 @@ __all__ = [
     "Needs",
     "Returns",
     "check_reward",
+    "earlier_or_later_rows",
+    "last_rows",
     "later_rows",
     "n_step_returns",
     "slice_keys",
     "stacked",
+    "stacked_next",
 ]
