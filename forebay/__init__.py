@@ -73,6 +73,8 @@ from pipeline import SyncPipeline as SyncPipeline  # noqa: E402
 from pipeline import Task as Task  # noqa: E402
 from pipeline import TimedOut as TimedOut  # noqa: E402
 from pipeline import Trace as Trace  # noqa: E402
+from pipeline import TrajectoryBuffer as TrajectoryBuffer  # noqa: E402
+from pipeline import TrajectoryOptions as TrajectoryOptions  # noqa: E402
 from pipeline import TransitionBatch as TransitionBatch  # noqa: E402
 from pipeline import Uniform as Uniform  # noqa: E402
 from pipeline import UsageError as UsageError  # noqa: E402
@@ -80,6 +82,7 @@ from pipeline import WithoutReplacement as WithoutReplacement  # noqa: E402
 from pipeline import WriteFailed as WriteFailed  # noqa: E402
 from pipeline import ZeroVariance as ZeroVariance  # noqa: E402
 from pipeline import configure as configure  # noqa: E402
+from pipeline import intervention_pieces as intervention_pieces  # noqa: E402
 from pipeline import recorded_batches as recorded_batches  # noqa: E402
 from tasks import EnvSeeds as EnvSeeds  # noqa: E402
 from tasks import JsonlSource as JsonlSource  # noqa: E402

@@ -17,6 +17,7 @@ from pipeline.config import Reroll as Reroll
 from pipeline.config import Retry as Retry
 from pipeline.config import Skip as Skip
 from pipeline.config import Slices as Slices
+from pipeline.config import TrajectoryOptions as TrajectoryOptions
 from pipeline.config import Uniform as Uniform
 from pipeline.config import WithoutReplacement as WithoutReplacement
 from pipeline.config import ZeroVariance as ZeroVariance
@@ -51,6 +52,8 @@ from pipeline.records import Rollout as Rollout
 from pipeline.records import SourceMark as SourceMark
 from pipeline.records import Trace as Trace
 from pipeline.replay import ReplayBuffer as ReplayBuffer
+from pipeline.replay import TrajectoryBuffer as TrajectoryBuffer
+from pipeline.replay import intervention_pieces as intervention_pieces
 from pipeline.runner.context import Context as Context
 from pipeline.sampler import Progress as Progress
 from pipeline.sync_form import SyncPipeline as SyncPipeline

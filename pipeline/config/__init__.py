@@ -26,5 +26,6 @@ from pipeline.config.selecting import Uniform as Uniform
 from pipeline.config.selecting import WithoutReplacement as WithoutReplacement
 from pipeline.config.selecting import selection as selection
 from pipeline.config.sequences import Slices as Slices
+from pipeline.config.trajectories import TrajectoryOptions as TrajectoryOptions
 from pipeline.config.triggers import calendar_time as calendar_time
 from pipeline.config.triggers import check_signals as check_signals

@@ -319,3 +319,10 @@ def test_the_columns_of_a_row_are_those_that_are_given() -> None:
     assert buffer.sample(1, columns=["next_obs"]).columns == ("next_obs",)
     with pytest.raises(ConfigError, match="there are next_obs, obs"):
         buffer.sample(1, columns=["reward"])
+
+
+def test_a_column_of_complex_numbers_comes_out_as_a_tensor() -> None:
+    buffer = make(returns="torch")
+    numbers = (np.arange(3) + 1j).astype(np.complex64)
+    buffer.extend({"obs": numbers, "next_obs": numbers, "small": np.ones(3, np.float32)})
+    assert buffer.sample(3)["obs"].tolist() == buffer.sample(3)["next_obs"].tolist() == numbers.tolist()

@@ -190,15 +190,18 @@ class Random(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), reward, over and kind != 0, over and kind != 1, {}
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
-def test_real_vector_environments_give_what_vector_rows_gives(mode: AutoresetMode, nested: bool, seed: int) -> None:
+def test_real_vector_environments_give_what_vector_rows_gives(
+    mode: AutoresetMode, nested: bool, seed: int, share: bool
+) -> None:
     size = 4
     envs = SyncVectorEnv([functools.partial(Random, 10 * seed + i, nested) for i in range(size)], autoreset_mode=mode)
     rng = np.random.default_rng(seed)
     rows = VectorRows.of(envs)
-    buffer, want = make(), []
+    buffer, want = make(share_next_obs=share), []
     obs, _ = envs.reset()
     rows.start(obs)
     for _ in range(60):
@@ -244,6 +247,27 @@ def test_a_cartpole_is_added_as_it_is_stepped() -> None:
     assert batch["terminated"].sum() == 3
     following = batch.episodes[1:] == batch.episodes[:-1]
     np.testing.assert_array_equal(batch["next_obs"][:-1][following], batch["obs"][1:][following])
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "vector_entry_point"])
+def test_gymnasiums_own_vector_environments_are_taken(kind: str) -> None:
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode=kind)
+    mode = envs.metadata["autoreset_mode"]
+    rows, buffer, want = VectorRows.of(envs), make(), []
+    obs, _ = envs.reset(seed=1)
+    rows.start(obs)
+    obs = np.copy(obs)
+    for call in range(60):
+        action = np.arange(call, call + 3) % 2
+        reply = envs.step(action)
+        buffer.add(obs, action, *given(reply), autoreset=mode)
+        want.append(rows.step(action, *reply))
+        obs = np.copy(reply[0])
+    batch = stored(buffer)
+    for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated"):
+        np.testing.assert_array_equal(batch[name], np.concatenate([part[name] for part in want]), err_msg=name)
+    assert batch["terminated"].sum() >= 3
+    envs.close()
 
 
 # --- single environments that reset themselves
@@ -294,6 +318,21 @@ def test_lengths_begin_anew_after_a_reset_in_the_middle(mode: AutoresetMode) -> 
     assert batch.episodes.tolist() == [0, 0, 1, 1, 1, 1]
     assert batch.places.tolist() == [0, 1, 0, 1, 2, 3]
     assert batch["terminated"].tolist() == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_episode_that_was_left_is_not_glued_to_the_next(mode: AutoresetMode) -> None:  # CASES 55
+    buffer = make(20)
+    for length in (4, 4, 9):
+        fake = Fake([length], mode)
+        drive(fake, buffer, min(length, 4) if length == 4 else 2)
+        buffer.end_episode()
+    drive(Fake([4], mode), buffer, 4)
+    batch = stored(buffer)
+    assert np.unique(batch.episodes, return_counts=True)[1].tolist() == [4, 4, 2, 4]
+    small = make(6)
+    drive(Fake([4, 9], mode), small, 100)
+    assert len(small) == 6
 
 
 def test_which_environments_await_their_reset_is_state_that_can_be_loaded() -> None:

@@ -56,7 +56,9 @@ class RowLayout:
             formats.append(np.dtype((column.bits, column.shape)))
             offsets.append(end)
             end += column.nbytes
-        itemsize = -(-end // 8) * 8
+        # A tensor of a column needs a stride that is a multiple of its item size: 16 bytes of complex128.
+        unit = max(8, *(column.bits.itemsize for column in self.small)) if self.small else 8
+        itemsize = -(-end // unit) * unit
         spec: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
         self.record = np.dtype(spec)
         self.row_bytes = itemsize + sum(column.nbytes for column in self.large)
