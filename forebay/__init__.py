@@ -52,6 +52,7 @@ from pipeline import Prioritized as Prioritized  # noqa: E402
 from pipeline import Progress as Progress  # noqa: E402
 from pipeline import ProgressBar as ProgressBar  # noqa: E402
 from pipeline import ReplayBuffer as ReplayBuffer  # noqa: E402
+from pipeline import ReplayDataset as ReplayDataset  # noqa: E402
 from pipeline import Reroll as Reroll  # noqa: E402
 from pipeline import Resumed as Resumed  # noqa: E402
 from pipeline import Retry as Retry  # noqa: E402

@@ -52,6 +52,7 @@ from pipeline.records import Rollout as Rollout
 from pipeline.records import SourceMark as SourceMark
 from pipeline.records import Trace as Trace
 from pipeline.replay import ReplayBuffer as ReplayBuffer
+from pipeline.replay import ReplayDataset as ReplayDataset
 from pipeline.replay import TrajectoryBuffer as TrajectoryBuffer
 from pipeline.replay import intervention_pieces as intervention_pieces
 from pipeline.runner.context import Context as Context

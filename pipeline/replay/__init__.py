@@ -3,6 +3,7 @@
 from pipeline.replay.buffer import ReplayBuffer as ReplayBuffer
 from pipeline.replay.buffer import ReplayStatistics as ReplayStatistics
 from pipeline.replay.buffer import Updated as Updated
+from pipeline.replay.dataset import ReplayDataset as ReplayDataset
 from pipeline.replay.flattening import TrajectoryInfo as TrajectoryInfo
 from pipeline.replay.flattening import intervention_pieces as intervention_pieces
 from pipeline.replay.trajectories import TrajectoryBuffer as TrajectoryBuffer

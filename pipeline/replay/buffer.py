@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.columns import Schema
-from pipeline.buffer.transitions.drawing import make_drawer
+from pipeline.buffer.transitions.drawing import Drawer, make_drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
@@ -96,6 +96,11 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
             self._shape(schema)
         self._forked = False
         _not_after_fork(self)
+
+    @property
+    def drawer(self) -> Drawer:
+        """What draws rows, by the option ``select``."""
+        return self._drawer
 
     @property
     def aio(self) -> AsyncReplayBuffer:

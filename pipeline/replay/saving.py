@@ -85,10 +85,14 @@ class Saver:
         if step.__class__ is not int or step < 0:
             raise UsageError(f"save(step={step!r}): a whole number from 0 on is needed")
         self.finish()
-        states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
-        generation = store.begin(step, states, list(self.attached))
-        with self._gate.lock:
+        with self._gate.lock:  # what is attached may draw from the buffer: both are of one moment
+            states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
             job = Job(parts.ring, self._gate, self._state(parts), self._values(parts), self._first(parts.ring))
+        try:
+            generation = store.begin(step, states, list(self.attached))
+        except BaseException:
+            job.close()
+            raise
         self.saved_step = step
         self._saving = generation.saving
         self._thread = threading.Thread(target=self._write, args=(store, generation, job), name="forebay save")

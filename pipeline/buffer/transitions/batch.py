@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.buffer.transitions.columns import Arrays
-from pipeline.buffer.transitions.layout import EPISODE, PLACE, VERSION, RowLayout
+from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.layout import EPISODE, MARKS, PLACE, VERSION, RowLayout
 from pipeline.errors import ConfigError
 
 Kind = Literal["torch", "numpy"]
@@ -171,6 +171,41 @@ class TransitionBatch:
         found |= {name: each for name, each in extras.items() if each is not None and name not in found}
         return {name: _moved(each, device, non_blocking) for name, each in found.items()}
 
+    def pinned(self) -> TransitionBatch:
+        """Return the same batch in pinned memory, from which a device copies by itself."""
+        batch = self._as(self.kind)
+        batch._arrays = {name: _pinned(array) for name, array in self._arrays.items()}
+        for name in ("_weights", "_mask", "_discount"):
+            array = getattr(self, name)
+            setattr(batch, name, None if array is None else _pinned(array))
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as plain values and arrays, for :meth:`restored`."""
+        named = {name: getattr(self, name) for name in _PARTS}
+        return {
+            "columns": [(each.name, each.dtype, list(each.shape)) for each in self._layout.schema.columns],
+            "arrays": {name: np.ascontiguousarray(array) for name, array in self._arrays.items()},
+            "marks": {name: np.ascontiguousarray(self._records[name]) for name in MARKS.names or ()},
+            **{name: part for name, part in named.items() if part is not None},
+            "burn_in": self.burn_in,
+            "bootstrap": self.bootstrap,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], kind: Kind) -> TransitionBatch:
+        """Return the batch whose state this is."""
+        schema = Schema(tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in state["columns"]))
+        marks = state["marks"]
+        records = np.empty(marks[EPISODE].shape, MARKS)
+        for name in MARKS.names or ():
+            records[name] = marks[name]
+        parts = {name: state.get(name) for name in _PARTS}
+        del parts["keys"]
+        options: dict[str, Any] = {name.removeprefix("_"): part for name, part in parts.items()}
+        options |= {"burn_in": state["burn_in"], "bootstrap": state["bootstrap"]}
+        return cls(RowLayout(schema), records, dict(state["arrays"]), state["keys"], kind, **options)
+
     def tensordict(self) -> Any:
         """Return a ``TensorDict`` of the columns, as :meth:`to` gives them.
 
@@ -184,6 +219,14 @@ class TransitionBatch:
     def __repr__(self) -> str:
         columns = ", ".join(f"{name}{list(array.shape)}" for name, array in sorted(self._arrays.items()))
         return f"TransitionBatch({columns})"
+
+
+_PARTS = ("keys", "_weights", "_mask", "_discount", "steps", "relabelled")
+
+
+def _pinned(array: np.ndarray) -> np.ndarray:
+    pinned: np.ndarray = torch.from_numpy(np.ascontiguousarray(array)).pin_memory().numpy()
+    return pinned
 
 
 def _nested(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,14 +154,14 @@ class EpochDrawer(Drawer):
 
     def __init__(self, ring: Ring, options: WithoutReplacement, seed: int) -> None:
         super().__init__(ring)
-        self._last, self._seed = options.last, seed
+        self.last, self._seed = options.last, seed
         self.epoch, self.cursor, self.skipped = -1, 0, 0
         self._base = 0
         self._order: Ints = np.empty(0, np.int64)
 
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
         there = self.ring.size if starts is None else len(starts.all())
-        if not there or (count > there and self._last != "keep"):
+        if not there or (count > there and self.last != "keep"):
             raise Starved(
                 f"{count} rows were asked for without replacement, and {there} are there that could be drawn; add "
                 "rows, or ask for less"
@@ -180,17 +180,22 @@ class EpochDrawer(Drawer):
             keys = self._next(missing, starts)
             drawn.append(keys)
             missing -= len(keys)
-            if not missing or (self._last == "keep" and missing < count and self.at_end):
+            if not missing or (self.last == "keep" and missing < count and self.at_end):
                 break
             if not self.at_end:
                 continue
-            if self._last == "drop" and missing < count:
+            if self.last == "drop" and missing < count:
                 drawn, missing = [], count
-            empty = 0 if len(keys) and self._last == "carry" else empty + 1
+            empty = 0 if len(keys) and self.last == "carry" else empty + 1
             if empty > 2:
                 raise Starved(f"a batch of {count} without replacement does not fit into what is there")
             self._begin()
         return np.concatenate(drawn)
+
+    @property
+    def left(self) -> int:
+        """How many rows of the epoch were not drawn; some may have gone."""
+        return len(self._order) - self.cursor
 
     @property
     def at_end(self) -> bool:
