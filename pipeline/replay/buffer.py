@@ -26,8 +26,9 @@ from pipeline.replay.aio import AsyncReplayBuffer
 from pipeline.replay.arguments import priorities_of, whole
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
+from pipeline.replay.parts import Parts
 from pipeline.replay.sampling import Sampler, Wanted
-from pipeline.replay.saving import Parts, Saver
+from pipeline.replay.saving import Saver
 from pipeline.replay.saving_verbs import SavingVerbs
 from pipeline.replay.stepping import Stepping
 from pipeline.store.files import FilesLike

@@ -6,12 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from pipeline.buffer.transitions.drawing import Drawer
-from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.checkpoint.generations import choose, with_offer
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
 from pipeline.config import ReplayOptions
@@ -20,8 +15,7 @@ from pipeline.observe import events
 from pipeline.replay.gate import Gate
 from pipeline.replay.job import Job
 from pipeline.replay.loading import Read, read
-from pipeline.replay.state import BufferState, generator_state, set_generator
-from pipeline.replay.stepping import Stepping
+from pipeline.replay.parts import Parts, check_sharing, restore, state_of, tag_of, values_of
 from pipeline.replay.store import Generation, ReplayStore, Saving
 from pipeline.store.files import FilesLike
 
@@ -34,17 +28,6 @@ class ReplayResumed(NamedTuple):
     generation: int | None
     rows: int
     """How many rows are there."""
-
-
-class Parts(NamedTuple):
-    """What a buffer's state consists of; the saver reads it under the buffer's lock."""
-
-    ring: Ring
-    drawer: Drawer
-    counts: Counts
-    rng: np.random.Generator
-    shared: SharedNextObs | None
-    stepping: Stepping
 
 
 class Saver:
@@ -87,7 +70,13 @@ class Saver:
         self.finish()
         with self._gate.lock:  # what is attached may draw from the buffer: both are of one moment
             states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
-            job = Job(parts.ring, self._gate, self._state(parts), self._values(parts), self._first(parts.ring))
+            job = Job(
+                parts.ring,
+                self._gate,
+                state_of(parts, self._options, self.stale_updates),
+                values_of(parts),
+                self._first(parts.ring),
+            )
         try:
             generation = store.begin(step, states, list(self.attached))
         except BaseException:
@@ -126,40 +115,16 @@ class Saver:
             if saving.error is not None and not saving.told:
                 raise saving.error
 
+    def _job(self, parts: Parts) -> Job:
+        """Capture everything as of now; the caller has the buffer's lock."""
+        state = state_of(parts, self._options, self.stale_updates)
+        return Job(parts.ring, self._gate, state, values_of(parts), self._first(parts.ring))
+
     def _first(self, ring: Ring) -> int:
         """The key from which on rows are not on the disk."""
         assert self.store is not None
         blocks = self.store.blocks
         return max(blocks[-1].first + blocks[-1].count if blocks else 0, ring.oldest)
-
-    def _state(self, parts: Parts) -> BufferState:
-        ring = parts.ring
-        schema = ring.storage.schema
-        return BufferState(
-            columns=None if schema is None else list(schema.columns),
-            capacity=ring.capacity,
-            added=ring.added,
-            size=ring.size,
-            next_episode=ring.episodes.next,
-            open_episodes=ring.episodes.state(),
-            cut_keys=[key for key in ring.cut_keys if key >= ring.oldest],
-            stale_updates=self.stale_updates,
-            limiter=parts.counts.state(),
-            generator=generator_state(parts.rng),
-            selection=str(self._options.select.__struct_config__.tag),
-            selector=parts.drawer.state(),
-            awaiting_reset=parts.stepping.state(),
-            next_obs_columns=None if parts.shared is None else parts.shared.columns(),
-        )
-
-    def _values(self, parts: Parts) -> dict[str, np.ndarray]:
-        values = {f"selector.{name}": each for name, each in parts.drawer.arrays().items()}
-        if parts.shared is not None:
-            keys, arrays = parts.shared.state()
-            values["next_obs.keys"] = keys
-            # By their number: a column's name may be none for a file.
-            values |= {f"next_obs.{number}": each for number, each in enumerate(arrays.values())}
-        return {f"{name}.{each.dtype.name}": each for name, each in values.items()}
 
     # -- resuming ----------------------------------------------------------------------------------------------
 
@@ -184,11 +149,7 @@ class Saver:
             found_there = read(layout, tag, stored, list(self.attached), ring.capacity, ring.storage.schema)
         except Damaged as error:
             raise with_offer(error, stored, found) from None
-        if (found_there.state.next_obs_columns is not None) != self._options.share_next_obs:
-            raise UsageError(
-                f"{stored.folder}: was saved with share_next_obs={not self._options.share_next_obs}; build the buffer "
-                "with that"
-            )
+        check_sharing(found_there.state, self._options, stored.folder)
         return found_there
 
     def take_over(self, found: Read, parts: Parts) -> None:
@@ -196,26 +157,11 @@ class Saver:
         store = self.store
         assert store is not None
         state = found.state
-        values = {name.rpartition(".")[0]: each for name, each in found.values.items()}
-        own = str(self._options.select.__struct_config__.tag)
         try:
-            if state.generator:
-                set_generator(parts.rng, state.generator)
-            if state.limiter:
-                parts.counts.load(state.limiter)
-            mine = _of_part(values, "selector")
-            parts.drawer.load(state.selector if state.selection == own else {}, mine if state.selection == own else {})
-            parts.stepping.load(state.awaiting_reset)
-            if parts.shared is not None and state.next_obs_columns is not None:
-                kept = _of_part(values, "next_obs")
-                keys = kept["keys"]
-                shaped = {
-                    column.name: kept[str(number)].reshape(len(keys), *column.shape)
-                    for number, column in enumerate(state.next_obs_columns)
-                }
-                parts.shared.load(keys, shaped)
+            restore(parts, self._options, state, found.values)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{found.stored.folder}: the buffer's state does not fit together ({error!r})") from None
+        own = tag_of(self._options)
         if state.selection != own:
             store.log.warning(events.TASK_CHANGED, what="select", before=state.selection, now=own)
         self.stale_updates = state.stale_updates
@@ -237,7 +183,13 @@ class Saver:
             generation = store.begin(manifest.step, (), list(self.attached))
             generation.link(found.stored)
             with self._gate.lock:
-                job = Job(parts.ring, self._gate, self._state(parts), self._values(parts), self._first(parts.ring))
+                job = Job(
+                    parts.ring,
+                    self._gate,
+                    state_of(parts, self._options, self.stale_updates),
+                    values_of(parts),
+                    self._first(parts.ring),
+                )
             store.commit(generation, job, self._unknown)
         return ReplayResumed(manifest.step, store.parent, parts.ring.size)
 
@@ -256,6 +208,17 @@ class Saver:
             )
         self._ready = True
 
+    def check_replaceable(self) -> None:
+        """Refuse to exchange the rows of a buffer whose rows lie on the disk under the keys that they have.
+
+        Raises:
+            UsageError: it was resumed, or saved.
+        """
+        if self._ready:
+            raise UsageError(
+                "load_state_dict() comes before resume() and the first save(): what is on the disk is of other rows"
+            )
+
     def close(self) -> None:
         """Wait for what is being written, and give the folder back."""
         try:
@@ -263,7 +226,3 @@ class Saver:
         finally:
             if self.store is not None:
                 self.store.close()
-
-
-def _of_part(values: Mapping[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
-    return {name[len(part) + 1 :]: each for name, each in values.items() if name.startswith(f"{part}.")}

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import KEPT_MARKS, take_back
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.config import ReplayOptions
+from pipeline.errors import ConfigError, ForebayError
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
-from pipeline.replay.saving import Parts, ReplayResumed, Saver
+from pipeline.replay.parts import Parts, check_sharing, restore, state_of, values_of
+from pipeline.replay.saving import ReplayResumed, Saver
+from pipeline.replay.state import BufferState
 from pipeline.replay.store import Saving
 
 
 class SavingVerbs:
     """What :class:`~pipeline.ReplayBuffer` has beside its rows."""
 
+    options: ReplayOptions
     gate: Gate
     ring: Ring
     _saver: Saver
@@ -105,6 +116,65 @@ class SavingVerbs:
         resumed = self._saver.ready(found, self._own)
         self.gate.changed()
         return resumed
+
+    # -- in memory ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain values and arrays, copies all of them. Costs as much memory as the rows;
+        :meth:`save` does not."""
+        with self.gate.lock:
+            self._usable()
+            state = state_of(self._own, self.options, self._saver.stale_updates)
+            slots = self.ring.slots(self.ring.keys())
+            layout = self.ring.storage.layout
+            names = [] if layout is None else [*layout.schema.names, *KEPT_MARKS]
+            return {
+                "state": msgspec.to_builtins(state),
+                "values": {name: np.array(each) for name, each in values_of(self._own).items()},
+                "rows": {name: self.ring.storage.view(name)[slots] for name in sorted(names)},
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, continue_episodes: bool = False) -> None:
+        """Take back what :meth:`state_dict` gave; what the buffer holds goes. Of a smaller capacity than before, the
+        newest rows come back.
+
+        Args:
+            state: of this buffer or of another one.
+            continue_episodes: see :meth:`resume`.
+
+        Raises:
+            ConfigError: it is no such state. Nothing was changed.
+            UsageError: next observations were stored in another way, or a save with a directory has begun.
+        """
+        with self.gate.lock:
+            self._usable()
+            self._saver.check_replaceable()
+            parts = self._restored(state)
+            self._use(parts)
+            if not continue_episodes:
+                self.ring.cut()
+        self.gate.changed()
+
+    def _restored(self, given: Mapping[str, Any]) -> Parts:
+        try:
+            state = msgspec.convert(given["state"], BufferState)
+            check_sharing(state, self.options, "the state")
+            ring = Ring(TransitionStorage(self.options.capacity, state.schema))
+            ring.restore(state.added, state.size, state.cut_keys)
+            ring.episodes.load(state.open_episodes, state.next_episode)
+            if state.schema is not None:
+                take_back(ring, state.added - state.size, state.size, dict(given["rows"]))
+                ring.relink()
+            parts = self._parts(ring)
+            restore(parts, self.options, state, given["values"])
+        except ForebayError:
+            raise
+        except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"state: no state of a replay buffer ({error!r})", option="state") from None
+        self._saver.stale_updates = state.stale_updates
+        return parts
+
+    # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for what is being written, and give back the folder and the signals. The rows stay."""

@@ -273,6 +273,58 @@ def _lengths(buffer: ReplayBuffer) -> list[int]:
     return lengths
 
 
+# -- in memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_state_dict_is_all_of_it(name: str, shared: bool) -> None:
+    options: dict[str, Any] = {"select": SELECTIONS[name], "seed": 3, "share_next_obs": shared}
+    buffer, again = make(None, **options), make(None, **options)
+    fill(buffer, 0, 100)
+    draws(buffer, 3)
+    state = buffer.state_dict()
+    before = contents(buffer)
+    expected = draws(buffer, 20)
+    fill(buffer, 100, 60)
+    fill(again, 0, 5)
+    again.load_state_dict(state, continue_episodes=True)
+    assert contents(again) == before
+    assert draws(again, 20) == expected
+    fill(again, 100, 60)
+    assert contents(again) == contents(buffer)
+
+
+def test_a_state_dict_fits_into_another_capacity_and_ends_open_episodes() -> None:
+    buffer, smaller, larger = make(None), make(None, 30), make(None, 1000)
+    buffer.extend({"x": np.arange(50)})
+    for other in (smaller, larger):
+        other.load_state_dict(buffer.state_dict())
+        other.extend({"x": np.arange(50, 55)})
+    assert contents(smaller)["x"] == list(range(25, 55))
+    assert contents(larger)["x"] == list(range(55))
+    assert _lengths(larger) == [50, 5]
+
+
+@pytest.mark.parametrize("state", [{}, {"state": {}}, {"state": {"added": "x"}, "rows": {}, "values": {}}])
+def test_what_is_no_state_is_refused_and_nothing_changes(state: Any) -> None:
+    buffer = make(None)
+    fill(buffer, 0, 10)
+    before = contents(buffer)
+    with pytest.raises(ValueError, match="no state of a replay buffer"):
+        buffer.load_state_dict(state)
+    assert contents(buffer) == before
+
+
+def test_rows_that_lie_on_the_disk_are_not_exchanged(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 10)
+        state = buffer.state_dict()
+        buffer.save(1, wait=True)
+        with pytest.raises(UsageError, match="comes before"):
+            buffer.load_state_dict(state)
+
+
 # -- choosing a generation -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,106 @@
+"""What a buffer's state consists of, to plain values and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.buffer.transitions.drawing import Drawer
+from pipeline.buffer.transitions.limiter import Counts
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sharing import SharedNextObs
+from pipeline.config import ReplayOptions
+from pipeline.errors import UsageError
+from pipeline.replay.state import BufferState, generator_state, set_generator
+from pipeline.replay.stepping import Stepping
+
+
+class Parts(NamedTuple):
+    """What a buffer's state consists of; the saver reads them under the buffer's lock."""
+
+    ring: Ring
+    drawer: Drawer
+    counts: Counts
+    rng: np.random.Generator
+    shared: SharedNextObs | None
+    stepping: Stepping
+
+
+def tag_of(options: ReplayOptions) -> str:
+    """Return the name of the kind of selection."""
+    return str(options.select.__struct_config__.tag)
+
+
+def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> BufferState:
+    """Return everything but the rows, and what grows with them. The caller has the buffer's lock."""
+    ring = parts.ring
+    schema = ring.storage.schema
+    return BufferState(
+        columns=None if schema is None else list(schema.columns),
+        capacity=ring.capacity,
+        added=ring.added,
+        size=ring.size,
+        next_episode=ring.episodes.next,
+        open_episodes=ring.episodes.state(),
+        cut_keys=[key for key in ring.cut_keys if key >= ring.oldest],
+        stale_updates=stale_updates,
+        limiter=parts.counts.state(),
+        generator=generator_state(parts.rng),
+        selection=tag_of(options),
+        selector=parts.drawer.state(),
+        awaiting_reset=parts.stepping.state(),
+        next_obs_columns=None if parts.shared is None else parts.shared.columns(),
+    )
+
+
+def values_of(parts: Parts) -> dict[str, np.ndarray]:
+    """Return what grows with the rows beside them, by names that end with a dtype; copies."""
+    values = {f"selector.{name}": each for name, each in parts.drawer.arrays().items()}
+    if parts.shared is not None:
+        keys, arrays = parts.shared.state()
+        values["next_obs.keys"] = keys
+        # By their number: a column's name may be none for a file.
+        values |= {f"next_obs.{number}": each for number, each in enumerate(arrays.values())}
+    return {f"{name}.{each.dtype.name}": each for name, each in values.items()}
+
+
+def check_sharing(state: BufferState, options: ReplayOptions, where: str) -> None:
+    """Compare how next observations were stored with how they are to be.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if state.columns is not None and (state.next_obs_columns is not None) != options.share_next_obs:
+        raise UsageError(
+            f"{where}: was saved with share_next_obs={not options.share_next_obs}; build the buffer with that"
+        )
+
+
+def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Mapping[str, np.ndarray]) -> None:
+    """Give parts whose ring has its rows back the rest of their state.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: it does not fit together.
+    """
+    plain = {name.rpartition(".")[0]: each for name, each in values.items()}
+    if state.generator:
+        set_generator(parts.rng, state.generator)
+    if state.limiter:
+        parts.counts.load(state.limiter)
+    same = state.selection == tag_of(options)
+    parts.drawer.load(state.selector if same else {}, _of_part(plain, "selector") if same else {})
+    parts.stepping.load(state.awaiting_reset)
+    if parts.shared is not None and state.next_obs_columns is not None:
+        kept = _of_part(plain, "next_obs")
+        keys = kept["keys"]
+        arrays = {
+            column.name: kept[str(number)].reshape(len(keys), *column.shape)
+            for number, column in enumerate(state.next_obs_columns)
+        }
+        parts.shared.load(keys, arrays)
+
+
+def _of_part(values: Mapping[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
+    return {name[len(part) + 1 :]: each for name, each in values.items() if name.startswith(f"{part}.")}
