@@ -17,6 +17,7 @@ from pipeline import (
     Anneal,
     Column,
     Damaged,
+    Limiter,
     Locked,
     Pipeline,
     Prioritized,
@@ -462,3 +463,37 @@ def test_a_removed_segment_is_named(tmp_path: Path) -> None:
     os.unlink(next((tmp_path / "segments").iterdir()))
     with make(tmp_path) as again, pytest.raises(Damaged, match="missing"):
         again.resume()
+
+
+# -- settings and generators ------------------------------------------------------------------------------------
+
+
+def test_the_settings_of_the_limiter_are_those_of_now(tmp_path: Path) -> None:
+    blocking = Limiter(min_size=3, ratio=2.0, error_buffer=4.0)
+    with make(tmp_path, limiter=blocking) as buffer:
+        buffer.extend({"x": np.arange(5)})
+        assert not buffer.can_add()
+        buffer.save(1, wait=True)
+    with make(tmp_path, limiter=Limiter(min_size=1)) as again:
+        again.resume()
+        assert again.append({"x": 5}) == 5
+        assert len(again.sample(100)) == 100
+    with make(tmp_path, limiter=blocking) as as_before:
+        as_before.resume()
+        assert not as_before.can_add()
+        assert as_before.can_sample(8)
+        assert not as_before.can_sample(9)
+
+
+@pytest.mark.parametrize("drawn", range(4))
+def test_half_a_word_that_a_generator_holds_is_saved(tmp_path: Path, drawn: int) -> None:
+    with make(tmp_path, 1000, seed=7) as buffer:
+        fill(buffer, 0, 100)
+        buffer._rng.integers(0, 1000, drawn, dtype=np.int32)  # of 64 bits it takes 32, and keeps the others
+        buffer.save(1, wait=True)
+        expected = buffer._rng.integers(0, 1000, 3, dtype=np.int32).tolist()
+        expected += buffer.sample(9).keys.tolist()
+    with make(tmp_path, 1000, seed=8) as again:
+        again.resume()
+        found = again._rng.integers(0, 1000, 3, dtype=np.int32).tolist()
+        assert found + again.sample(9).keys.tolist() == expected
