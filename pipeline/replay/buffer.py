@@ -20,7 +20,7 @@ from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
-from pipeline.errors import UsageError
+from pipeline.errors import ConfigError, UsageError
 from pipeline.replay.adding_verbs import DEFAULT, AddingVerbs
 from pipeline.replay.aio import AsyncReplayBuffer
 from pipeline.replay.arguments import priorities_of, whole
@@ -89,6 +89,8 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
             ConfigError: an option is out of range, or the rows would not fit into memory.
         """
         self.options = ReplayOptions.build(capacity, options)
+        if schema is not None and not isinstance(schema, Schema):
+            raise ConfigError.of("schema", schema, "a Schema is needed, such as Schema.of(rows)")
         self.gate = Gate()
         self._saver = Saver(self.options, self.gate, files)
         self._due = None if self._saver.store is None else Due(self.options, self._saver.store.folder.layout.stop_file)
@@ -161,7 +163,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
             self._usable()
             self.wait_to_sample(count, timeout)
             batch = self._sampler.sample(count, wanted)
-            self._counts.sampled += count
+            self._counts.sampled += len(batch)  # fewer at the end of an epoch
         self.gate.changed()
         return batch
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import ReplayBuffer, Slices, Starved
+from pipeline import Prioritized, ReplayBuffer, Slices, Starved
 from pipeline.buffer.transitions.layout import END, EPISODE, PLACE, VERSION
 from tests.properties.conftest import SOAK
 from tests.support.replay_model import Model, columns
@@ -179,3 +179,85 @@ def test_a_buffer_is_a_list_of_the_newest_rows(
         both.check_slices(Slices(length=length, start="first"))
         both.check_slices(Slices(length=length, ended=True, pad=True))
         both.check_slices(Slices(length=2, burn_in=1, bootstrap=1, dilation=2, pad=length > 3))
+
+
+PRIORITIES = st.sampled_from([0.0, 1e-300, 1e-6, 0.5, 1.0, 3.0, 1e6])
+CHANGES = st.one_of(
+    st.integers(0, 12),
+    st.lists(st.tuples(st.integers(0, 12), PRIORITIES), min_size=1, max_size=6),
+    st.sampled_from(["append", "sample", "clear"]),
+)
+
+
+class Leaves:
+    """Priorities as a plain list, one for each slot."""
+
+    def __init__(self, capacity: int, new: Any) -> None:
+        self.capacity, self.new = capacity, new
+        self.added = self.oldest = 0
+        self.ever = 0.0
+        self.of = [0.0] * capacity
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            value = (max(self.of) or 1.0) if self.new == "current_max" else max(self.ever, 1.0)
+            self.of[self.added % self.capacity] = value if isinstance(self.new, str) else self.new
+            self.added += 1
+        self.oldest = max(self.oldest, self.added - self.capacity)
+
+    def update(self, keys: list[int], priorities: list[float]) -> list[bool]:
+        alive = [key >= self.oldest for key in keys]
+        for key, value, there in zip(keys, priorities, alive, strict=True):
+            if there:
+                self.of[key % self.capacity] = value
+        self.ever = max([self.ever, *(value for value, each in zip(priorities, alive, strict=True) if each)])
+        return alive
+
+    def clear(self) -> None:
+        self.oldest, self.of = self.added, [0.0] * self.capacity
+
+
+@settings(max_examples=150 * SOAK)
+@given(
+    st.sampled_from([1, 2, 3, 8, 33, 70]),
+    st.sampled_from(["current_max", "all_time_max", 0.25]),
+    st.lists(CHANGES, max_size=12),
+)
+def test_priorities_are_a_list_by_slot(capacity: int, new: Any, changes: list[Any]) -> None:
+    buffer = ReplayBuffer(capacity, select=Prioritized(alpha=1.0, beta=1.0, new=new), returns="numpy")
+    leaves = Leaves(capacity, new)
+    for change in changes:
+        if isinstance(change, int):
+            buffer.extend({"x": np.zeros(change)})
+            leaves.add(change)
+        elif change == "append":
+            buffer.append({"x": 0.0})
+            leaves.add(1)
+        elif change == "clear":
+            buffer.clear()
+            leaves.clear()
+        elif change != "sample":
+            keys = [max(0, leaves.added - 1 - back) for back, _ in change] if leaves.added else []
+            priorities = [value for _, value in change][: len(keys)]
+            assert buffer.update_priorities(keys, priorities).applied.tolist() == leaves.update(keys, priorities)
+        there = range(leaves.oldest, leaves.added)
+        expected = [leaves.of[key % capacity] for key in there]
+        assert [key for key, value in zip(there, expected, strict=True) if value] == sorted(drawn(buffer, expected))
+        if there:
+            assert buffer._drawer.mass(np.array(there)).tolist() == expected
+
+
+def drawn(buffer: ReplayBuffer, expected: list[float]) -> set[int]:
+    """Sample; return the keys that have a priority, and check the weights of those that were drawn."""
+    oldest = buffer.ring.oldest
+    if not any(expected):
+        if expected:
+            with pytest.raises(Starved):
+                buffer.sample(4)
+        return set()
+    batch = buffer.sample(16)
+    least = min(value for value in expected if value)
+    for key, weight in zip(batch.keys, batch.weights, strict=True):
+        assert expected[key - oldest] > 0
+        assert weight == np.float32(least / expected[key - oldest])
+    return {oldest + at for at, value in enumerate(expected) if value}

@@ -286,6 +286,20 @@ def test_a_schema_of_what_cannot_be_stored_is_refused(column: Column) -> None:
         Schema((column,))
 
 
+def test_a_schema_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="schema="):
+        ReplayBuffer(4, schema={"x": "float32"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_large_gathers_are_exact(dtype: torch.dtype) -> None:
+    buffer = ReplayBuffer(64, select="lifo")
+    given = torch.arange(64 * 20_000).reshape(64, 200, 100).to(dtype)
+    buffer.extend({"image": given, "n": np.arange(64)})
+    assert torch.equal(buffer.sample(64)["image"], given.flip(0))
+    assert torch.equal(buffer.sample(32, slices={"length": 2})["image"][0], given[-2:])
+
+
 def test_rows_that_would_not_fit_into_memory_are_refused_with_their_bytes() -> None:
     buffer = ReplayBuffer(2**31 - 1)
     with pytest.raises(ConfigError, match=r"[0-9,]{15,} bytes of memory are needed"):

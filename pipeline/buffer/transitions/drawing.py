@@ -160,12 +160,8 @@ class EpochDrawer(Drawer):
         self._order: Ints = np.empty(0, np.int64)
 
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
-        there = self.ring.size if starts is None else len(starts.all())
-        if not there or (count > there and self.last != "keep"):
-            raise Starved(
-                f"{count} rows were asked for without replacement, and {there} are there that could be drawn; add "
-                "rows, or ask for less"
-            )
+        if count > self.ring.size and self.last != "keep":
+            raise self._starved(count)
         before = (self.epoch, self.cursor, self.skipped, self._base, self._order)
         try:
             return self._draw(count, starts)
@@ -175,7 +171,7 @@ class EpochDrawer(Drawer):
 
     def _draw(self, count: int, starts: Starts | None) -> Ints:
         drawn: list[Ints] = []
-        missing, empty = count, 0
+        missing, begun = count, False
         while missing:
             keys = self._next(missing, starts)
             drawn.append(keys)
@@ -184,13 +180,19 @@ class EpochDrawer(Drawer):
                 break
             if not self.at_end:
                 continue
-            if self.last == "drop" and missing < count:
+            if begun:  # a whole epoch is not enough
+                raise self._starved(count)
+            if self.last == "drop":
                 drawn, missing = [], count
-            empty = 0 if len(keys) and self.last == "carry" else empty + 1
-            if empty > 2:
-                raise Starved(f"a batch of {count} without replacement does not fit into what is there")
             self._begin()
+            begun = True
         return np.concatenate(drawn)
+
+    def _starved(self, count: int) -> Starved:
+        return Starved(
+            f"{count} were asked for without replacement, and of the {self.ring.size} rows that are there fewer can be "
+            "drawn; add rows, or ask for less"
+        )
 
     @property
     def left(self) -> int:
