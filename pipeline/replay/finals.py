@@ -12,6 +12,7 @@ from pipeline.buffer.transitions.columns import as_array
 from pipeline.errors import ConfigError
 
 Named = dict[str, Any]
+_LEAVES = (np.ndarray, float, bool)  # what need not be looked at: the common case, quickly
 
 
 def leaves(name: str, value: Any) -> Named:
@@ -32,13 +33,14 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 def put(found: Named, name: str, value: Any) -> None:
     """Add the leaves of ``value`` to ``found``; see :func:`leaves`."""
-    if isinstance(value, (Mapping, tuple)):
+    plain = value.__class__ in _LEAVES
+    if not plain and isinstance(value, (Mapping, tuple)):
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             put(found, f"{name}.{key}", part)
         return
     if name in found:
         raise ConfigError(f"column {name}: two values would be called so; rename one of them", option=name)
-    found[name] = np.asarray(value) if isinstance(value, (int, np.generic)) else value
+    found[name] = np.asarray(value) if not plain and isinstance(value, (int, np.generic)) else value
 
 
 def with_finals(rows: Named, ended: np.ndarray, info: Any, name: str, base: int) -> list[tuple[Any, Named]]:

@@ -94,7 +94,7 @@ class Stepping:
             ConfigError: something does not fit together. Nothing was changed.
         """
         reward = given[fields.reward]
-        shape = shape_of(reward)
+        shape = () if isinstance(reward, float) else shape_of(reward)
         dims = len(shape)
         if dims > 1:
             raise ConfigError.of(fields.reward, list(shape), "[N] of a vector environment is needed, or one number")
@@ -108,7 +108,7 @@ class Stepping:
     def _single(self, given: Mapping[str, Any], info: Any, mode: str, env: int, fields: Fields) -> Step:
         flags = [_flag(name, given[name]) for name in (fields.terminated, fields.truncated)]
         ended = flags[0] or flags[1]
-        if self._over[env : env + 1].any():
+        if env < len(self._over) and self._over[env]:
             return Step({}, env, 0, env, _NO, [])
         row: Named = {}
         for name, value in given.items():
@@ -194,6 +194,8 @@ def mode_of(given: Any, *, single: bool = False) -> str:
     """
     if given is None and single:
         return "disabled"
+    if given.__class__ is str and given in MODES:
+        return str(given)
     name = str(getattr(given, "value", given)).rpartition(".")[2].replace("_", "").replace("-", "").lower()
     for mode in MODES:
         if mode.replace("_", "") == name:
@@ -204,7 +206,7 @@ def mode_of(given: Any, *, single: bool = False) -> str:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if value.__class__ is bool:
+    if value.__class__ is bool or value.__class__ is np.bool_:
         return bool(value)
     array = as_array(name, value)[0]
     if array.ndim:
@@ -216,6 +218,8 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
+    if isinstance(value, float):
+        return float(value)
     array = as_array(name, value)[0]
     if array.dtype.kind == "c":
         raise ConfigError(f"column {name}: {array.dtype} is no reward", option=name)
