@@ -19,6 +19,7 @@ from pipeline.buffer.transitions.storage import TransitionStorage, to_torch
 from pipeline.config import TrajectoryOptions
 from pipeline.errors import ClosedError, ConfigError, Starved
 from pipeline.replay.flattening import Aligned, TrajectoryInfo, aligned, nested
+from pipeline.replay.state import generator_state, set_generator
 
 
 class TrajectoryBuffer:
@@ -280,8 +281,8 @@ class TrajectoryBuffer:
     # -- state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return everything but the rows, as plain values: fields, what is known of each trajectory, the next number,
-        the window, and the state of the random generator."""
+        """Return everything but the rows, as plain values that JSON keeps: fields, what is known of each trajectory,
+        the next number, the window, and the state of the random generator."""
         with self._lock:
             self._usable()
             schema = self._storage.schema
@@ -291,7 +292,7 @@ class TrajectoryBuffer:
                 "trajectory_counter": self._next,
                 "sample_window_size": self._window,
                 "most": self._most,
-                "random": self._rng.bit_generator.state,
+                "random": generator_state(self._rng),
             }
 
     def arrays(self) -> Arrays:
@@ -322,13 +323,13 @@ class TrajectoryBuffer:
             storage = TransitionStorage(total, schema) if schema.columns else TransitionStorage(0)
             if total:
                 storage.write(slice(0, total), {name: arrays[name] for name in schema.names})
+            set_generator(self._rng, state["random"])
             self._storage, self._infos, self._begin, self._end = storage, infos, 0, total
             self._next, self._window, self._most = (
                 state["trajectory_counter"],
                 state["sample_window_size"],
                 state["most"],
             )
-            self._rng.bit_generator.state = state["random"]
             self._set_first()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from typing import Any
 
@@ -306,7 +307,7 @@ def test_after_loading_the_same_is_sampled_as_would_have_been(number: int) -> No
         buffer.sample(7)
     twin = TrajectoryBuffer(cache_size=4, sample_window_size=4, seed=8)
     twin.add_trajectories([trajectory(99)])
-    twin.load(buffer.state(), buffer.arrays())
+    twin.load(json.loads(json.dumps(buffer.state())), buffer.arrays())
     assert twin.state() == buffer.state()
     assert twin.infos() == buffer.infos()
     for each in range(100, 106):
