@@ -386,7 +386,12 @@ def test_what_is_given_may_be_used_again_by_the_caller() -> None:  # CASES 122
         shown[:] = value
         none = np.zeros(1, bool)
         buffer.add(shown, shown, np.ones(1), shown, none, none, autoreset="disabled")
-    assert stored(buffer)["obs"][:, 0].tolist() == [1, 2, 3]
+    single, again = make(), [0.0]
+    for number in (1.0, 2.0, 3.0):
+        again.clear()
+        again.append(number)
+        single.add(again, again, 1.0, again, False, False, {"seen": again})
+    assert stored(single)["obs"][:, 0].tolist() == stored(buffer)["obs"][:, 0].tolist() == [1, 2, 3]
     stored(buffer)["obs"][:] = 9
     assert stored(buffer)["obs"][:, 0].tolist() == [1, 2, 3]
 
