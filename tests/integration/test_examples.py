@@ -103,3 +103,31 @@ def test_agents_killed_five_times_train_what_a_run_in_peace_does() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "the same trained: True; trained twice: 0"
     assert done.stdout.count("ended by signal 9") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "steps", "least"), [("dqn_cartpole.py", 1200, 1000), ("sac_pendulum.py", 270, 1000)]
+)
+def test_an_off_policy_learner_is_killed_and_goes_on(tmp_path: Path, script: str, steps: int, least: int) -> None:
+    """Its learning is `make soak`'s; here it has no time to reach the mark."""
+    command = [f"examples/{script}", "--directory", str(tmp_path / "run"), "--die-after", str(steps)]
+    first, second = run(*command), run(*command)
+    assert (first.returncode, second.returncode) == (-9, -9), first.stderr + second.stderr
+    assert "from step 0, with 0 transitions" in first.stdout
+    begin = next(line for line in second.stdout.splitlines() if "from step" in line)
+    assert int(begin.split()[4]) >= least - 4, begin
+
+
+@pytest.mark.skipif(int(os.environ.get("FOREBAY_SOAK", "1")) < 2, reason="minutes")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("script", ["dqn_cartpole.py", "sac_pendulum.py"])
+def test_off_policy_learners_reach_their_marks_though_they_are_killed(script: str) -> None:
+    reached = 0
+    for seed in range(5):
+        done = subprocess.run(
+            [sys.executable, f"examples/{script}", "--seed", str(seed)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert done.stdout.count("killed") == 2
+        reached += done.returncode == 0
+    assert reached >= 4
