@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks import checkpoint, overhead, staleness
+from benchmarks import checkpoint, overhead, replay, staleness
 from benchmarks.harness import Row, show
 
 BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {
     "checkpoint": checkpoint.run,
     "overhead": overhead.run,
+    "replay": replay.run,
     "staleness": staleness.run,
 }
 

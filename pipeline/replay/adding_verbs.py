@@ -40,6 +40,7 @@ class AddingVerbs:
     stepping: Stepping
     _drawer: Drawer
     _counts: Counts
+    _forked: bool
 
     def _usable(self) -> None:
         raise NotImplementedError
@@ -103,7 +104,8 @@ class AddingVerbs:
         timeout: float | None,
     ) -> range:
         while True:
-            self._usable()
+            if self._forked:
+                self._usable()
             schema = self.schema or Schema.of(rows)
             arrays, count = schema.check(rows)
             whose, mixed = environments(env, envs, count)
@@ -137,7 +139,8 @@ class AddingVerbs:
 
     def _append(self, row: Rows, env: int, version: int, timeout: float | None) -> int:
         while True:
-            self._usable()
+            if self._forked:
+                self._usable()
             schema = self.schema or Schema.of(row, leading=False)
             arrays = row if schema.fits(row) else schema.check(row, leading=False)[0]
             end = end_code(arrays, self.options.fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from pipeline.errors import ConfigError
 Ints = np.ndarray
 MOST_ENVS = 1 << 20
 MOST_VERSION = 2**31 - 1
-_ZERO = np.zeros(1, np.int64)
 
 
 def whole(option: str, value: Any, least: int, most: int) -> int:
@@ -55,7 +55,7 @@ def environments(env: int | ArrayLike, envs: int | Ints | None, count: int) -> t
             raise ConfigError.of(
                 "envs", envs, f"a number that divides the {count} rows is needed, and no env= beside it"
             )
-        return np.arange(width), False
+        return _first_environments(width), False
     if env.__class__ is int and env == 0:
         return _ZERO, False
     given = np.asarray(env)
@@ -68,19 +68,32 @@ def environments(env: int | ArrayLike, envs: int | Ints | None, count: int) -> t
     return given.astype(np.int64), len(given) > 1
 
 
-def end_codes(arrays: Mapping[str, Any], count: int, ends: ArrayLike | None, fields: Fields) -> np.ndarray:
-    """Return how the episode ends with each row, as the columns say, or ``ends``.
+@lru_cache(16)
+def _first_environments(width: int) -> Ints:
+    """Return 0 to ``width`` - 1, as an array that is known again."""
+    found = np.arange(width)
+    found.setflags(write=False)
+    return found
+
+
+_ZERO = _first_environments(1)
+
+
+def end_codes(arrays: Mapping[str, Any], count: int, ends: ArrayLike | None, fields: Fields) -> np.ndarray | None:
+    """Return how the episode ends with each row, as the columns say, or ``ends``; None if it goes on with every row.
 
     Raises:
         ConfigError: ``ends`` is no such array, or lets an episode go on that terminated.
     """
-    codes = np.zeros(count, np.uint8)
+    codes = None
     for name, code in ((fields.done, TERMINATED), (fields.truncated, TRUNCATED), (fields.terminated, TERMINATED)):
         flags = arrays.get(name)
-        if flags is not None:
+        if flags is not None and (np.count_nonzero(flags) or flags.size != count):
+            codes = np.zeros(count, np.uint8) if codes is None else codes
             codes[_flags(name, flags, count)] = code
     if ends is None:
         return codes
+    codes = np.zeros(count, np.uint8) if codes is None else codes
     given = np.asarray(ends)
     if given.shape != (count,) or given.dtype != bool:
         raise ConfigError.of("ends", given, f"[{count}] bool is needed")
@@ -138,12 +151,14 @@ def priorities_of(keys: ArrayLike, priorities: Any, added: int) -> tuple[Ints, n
         raise ConfigError(f"priorities: numbers are needed ({error})", option="priorities") from None
     if len(where) != len(values):
         raise ConfigError.of("priorities", len(values), f"as many as keys are needed: {len(where)}")
-    wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
-    if len(wrong):
+    if not len(values):
+        return where, values
+    if not (values.min() >= 0 and values.max() < np.inf):  # what is no number is neither
+        wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
         raise ConfigError.of(
             "priorities", float(values[wrong[0]]), f"finite numbers from 0 on are needed; number {wrong[0]} is none"
         )
-    unknown = np.flatnonzero((where < 0) | (where >= added))
-    if len(unknown):
+    if where.min() < 0 or where.max() >= added:
+        unknown = np.flatnonzero((where < 0) | (where >= added))
         raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
     return where, values

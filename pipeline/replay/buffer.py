@@ -181,7 +181,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
             self._usable()
             where, values = priorities_of(keys, priorities, self.ring.added)
             applied = self.ring.alive(where)
-            if applied.all():
+            if np.count_nonzero(applied) == len(where):
                 self._drawer.update(where, values)
             else:
                 self._drawer.update(where[applied], values[applied])

@@ -99,7 +99,7 @@ class Sampler:
         ring = self._ring
         if wanted is _PLAIN:
             keys = self._drawer.draw(self._rng, count)
-            rows = ring.storage.gather(keys % ring.capacity)
+            rows = ring.storage.gather(ring.slots(keys))
             if self._shared is not None:
                 rows.arrays |= self._shared.gather(keys, self._shared.names())
             return TransitionBatch(

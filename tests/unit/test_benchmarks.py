@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from benchmarks import peaks
 from benchmarks.__main__ import main
 from benchmarks.harness import Row, times
+from benchmarks.replay_peers import PEERS
+from benchmarks.replay_sides import PYTHONS, Peers
 
 
 def test_the_verdict_follows_from_the_figures() -> None:
@@ -56,6 +59,32 @@ def test_small_checkpoints_print_rows_and_leave_nothing_behind(
     (written,) = [row["ours"] for row in rows if row["name"] == "bytes on the disk, 0.003 GB"]
     assert 1 < written < 1.1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_small_replay_buffers_print_rows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PYTHONS:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["replay", "--json", "--scale", "0.002"]) == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    names = [row["name"] for row in rows]
+    assert len(names) == len(set(names)) == 21
+    for row in rows:
+        assert row["ok"] == (row["ours"] <= row["limit"])
+        assert row["ours"] > 0
+        assert not set(row["peers"]) & set(PEERS), "nobody was asked"
+
+
+@pytest.mark.slow
+def test_a_peer_in_another_interpreter_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHONS[0], os.pathsep.join([sys.executable] * 2))
+    monkeypatch.delenv(PYTHONS[1], raising=False)
+    with Peers() as peers:
+        peers.open("uniform", "M", 256)
+        for name in peers.having("sample"):
+            assert peers.timed(name, "sample", 2, None) > 0
+        peers.close()
+        assert peers.having("sample") == []
 
 
 def test_figures_of_a_folder_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

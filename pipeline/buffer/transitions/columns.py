@@ -134,7 +134,7 @@ def as_array(name: str, value: Any) -> tuple[np.ndarray, str]:
     return array, array.dtype.name
 
 
-class Schema(msgspec.Struct, frozen=True):
+class Schema(msgspec.Struct, frozen=True, dict=True):
     """The columns of every row, in the order of their names."""
 
     columns: tuple[Column, ...]
@@ -196,20 +196,53 @@ class Schema(msgspec.Struct, frozen=True):
         quickly."""
         if row.__class__ is not dict or len(row) != len(self.columns):
             return False
-        for column in self.columns:
-            value = row.get(column.name)
-            if value.__class__ is np.ndarray:
-                if value.dtype != column.numpy or value.shape != column.shape:
+        get = row.get
+        for name, dtype, shape, scalar in self._of_row:
+            value: Any = get(name)
+            kind = value.__class__
+            if kind is np.ndarray:
+                if value.dtype is not dtype or value.shape != shape:
                     return False
-            elif value.__class__ is bool:
-                if column.dtype != "bool" or column.shape:
-                    return False
-            elif value.__class__ is float:
-                if column.dtype not in ("float32", "float64") or column.shape or not -3e38 < value < 3e38:
-                    return False
-            else:
+            elif kind is not scalar or (kind is float and not -3e38 < value < 3e38):
                 return False
         return True
+
+    @cached_property
+    def _of_row(self) -> list[tuple[str, np.dtype[Any] | None, tuple[int, ...], type | None]]:
+        """Name, dtype and shape of each column, and the class of Python's own numbers that it holds."""
+        kinds = {"bool": bool, "float32": float, "float64": float}
+        return [
+            (each.name, each.numpy, each.shape, None if each.shape else kinds.get(each.dtype)) for each in self.columns
+        ]
+
+    def block(self, rows: dict[str, Any]) -> int:
+        """Return how many rows these are, if every column is an array of its very dtype and shape: the common case,
+        quickly. -1: look closer."""
+        if len(rows) != len(self.columns):
+            return -1
+        column = self.columns[0]
+        first = rows.get(column.name)
+        if first.__class__ is not np.ndarray or not first.shape:
+            return -1
+        count: int = first.shape[0]
+        for name, dtype, shape in self._of_count(count):
+            value = rows.get(name)
+            # A builtin dtype is one object; another that equals it is met by the closer look.
+            if value.__class__ is not np.ndarray or value.dtype is not dtype or value.shape != shape:
+                return -1
+        return count
+
+    def _of_count(self, count: int) -> list[tuple[str, np.dtype[Any] | None, tuple[int, ...]]]:
+        """Return name, dtype and shape of each column of so many rows."""
+        known = self._known
+        if known[0] != count:
+            known = (count, [(each.name, each.numpy, (count, *each.shape)) for each in self.columns])
+            self.__dict__["_known"] = known  # a cache, written in one step: threads may differ about its newest entry
+        return known[1]
+
+    @cached_property
+    def _known(self) -> tuple[int, list[tuple[str, np.dtype[Any] | None, tuple[int, ...]]]]:
+        return -1, []
 
     def check(self, rows: Rows, *, leading: bool = True) -> tuple[Arrays, int]:
         """Return the columns of rows [n, ...] (or of one row without that axis) as arrays, and n. Nothing is copied
@@ -218,6 +251,8 @@ class Schema(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: a column is missing or unknown, or has another shape, or values that its dtype cannot hold.
         """
+        if leading and isinstance(rows, dict) and (many := self.block(rows)) >= 0:
+            return rows, many
         named = list(flat(rows))
         given = dict(named)
         if given.keys() != self.names or len(given) != len(named):

@@ -6,7 +6,8 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from pipeline.buffer.transitions.layout import OPEN
+from pipeline.buffer.transitions.layout import END, EPISODE, OPEN, PLACE
+from pipeline.buffer.transitions.steady import FEW, Steady
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import UsageError
 
@@ -53,6 +54,15 @@ class Lengths:
             self._reach(episode + 1)
             self._first[at] = key
         self._length[at] = place + 1
+
+    def begin(self, episode: int, key: int) -> None:
+        """Take in a new episode, and the key of its first row; :meth:`set` follows."""
+        self._reach(episode + 1)
+        self._first[episode - self.base] = key
+
+    def set(self, episodes: Ints | int, lengths: Ints | int) -> None:
+        """Take in how many rows an episode has had, or each of some."""
+        self._length[episodes - self.base] = lengths
 
     def of(self, episodes: Ints) -> Ints:
         """Return how many rows episodes have had."""
@@ -111,9 +121,31 @@ class Episodes:
         self._hot: tuple[int, int, int, int] | None = (
             None  # (environment, key, number, place) instead of what lies there
         )
-        self.lengths = Lengths()
+        self._steady: Steady | None = None  # knows more than the tails of its environments do
+        self._like: tuple[Ints, int, int] | None = None  # environments and count of the newest block, and the next key
+        self._lengths = Lengths()
+        self._unsettled = False  # whether the lengths of the open episodes are behind those in `_steady`
         self.next = 0
         """The number of the next episode."""
+
+    @property
+    def lengths(self) -> Lengths:
+        """How many rows each episode has had."""
+        if self._unsettled:
+            self._settle()
+        return self._lengths
+
+    @property
+    def held(self) -> int:
+        """How many episodes are remembered."""
+        return self._lengths.held
+
+    def _settle(self) -> None:
+        assert self._steady is not None
+        self._unsettled = False
+        newest, number, place = self._steady.tails()
+        going = newest >= 0
+        self._lengths.set(number[going], place[going] + 1)
 
     def _tail(self, env: int) -> tuple[int, int, int]:
         if env >= self._tails.shape[1]:
@@ -123,10 +155,16 @@ class Episodes:
         return key, number, place
 
     def _cool(self) -> None:
-        """Put what :meth:`append` keeps at hand where it belongs."""
+        """Put what :meth:`append` and :meth:`steady` keep at hand where it belongs."""
         if self._hot is not None:
             self._tails[:, self._hot[0]] = self._hot[1:]
             self._hot = None
+        if self._steady is not None:
+            if self._unsettled:
+                self._settle()
+            hot = self._steady
+            self._tails[:, hot.envs] = hot.tails()
+            self._steady, self._like = None, (hot.envs, hot.count, hot.key)
 
     def append(self, key: int, env: int, end: int) -> tuple[int, int, int]:
         """Note one row; return its episode, its place, and how far behind it the row before lies, or 0."""
@@ -143,8 +181,60 @@ class Episodes:
             if place >= MOST_ROWS:
                 self._too_long(env)
         self._hot = (env, key if end == OPEN else -1, episode, place)
-        self.lengths.note_one(episode, place, key)
+        self._lengths.note_one(episode, place, key)
         return episode, place, behind
+
+    def steady(self, key: int, envs: Ints, count: int) -> Steady | None:
+        """Return the marks of a block, if it is like the one before and follows it at once; :meth:`begin` and
+        :meth:`went` come next."""
+        hot = self._steady
+        if hot is not None and hot.key == key and hot.envs is envs and hot.count == count:
+            return hot
+        like = self._like
+        if like is None or like[0] is not envs or like[1] != count or like[2] != key or envs.flags.writeable:
+            return None
+        self._cool()
+        tails = self._tails[:, envs]
+        closed = tails[0] < 0
+        if (tails[2] >= MOST_ROWS - 2 * count).any():
+            return None
+        if np.count_nonzero(closed) > FEW or not ((tails[0] == np.arange(key - len(envs), key)) | closed).all():
+            return None
+        self._steady = Steady(key, envs, count, tails)
+        return self._steady
+
+    def begin(self, hot: Steady, ends: Ints | None) -> bool:
+        """Complete the marks of a block; return whether that could be done.
+
+        Args:
+            hot: from :meth:`steady`.
+            ends: [count] how the episode ends with the row; None if none does.
+        """
+        ended: list[int] = [] if ends is None else np.flatnonzero(ends).tolist()
+        if len(ended) > FEW:
+            return False
+        self.next = hot.change(ended, ends[ended] if ends is not None else None, self.next)
+        for number, key in hot.opened:
+            self._lengths.begin(number, key)
+        for number, length in hot.closed:
+            self._lengths.set(number, length)
+        return True
+
+    def went(self, hot: Steady, *, changed: bool) -> None:
+        """Take in that the rows of a block were written; ``changed``: :meth:`begin` completed their marks."""
+        self._unsettled = True
+        if not hot.advance(changed=changed):
+            self._leave(hot)
+
+    def _leave(self, hot: Steady) -> None:
+        """Take the tails back from a block that was written, and that none can follow as it is."""
+        last = hot.marks[hot.count - hot.width :]
+        key, going = hot.key + hot.count, last[END] == OPEN
+        self._steady, self._unsettled = None, False
+        self._lengths.set(last[EPISODE][going], last[PLACE][going] + 1)
+        self._tails[:, hot.envs] = np.arange(key - hot.width, key), last[EPISODE], last[PLACE]
+        self._tails[0, hot.envs[~going]] = -1
+        self._like = (hot.envs, hot.count, key)
 
     def extend(self, key: int, envs: Ints, ends: Ints) -> Marks:
         """Note a block whose row t * E + e is of environment ``envs[e]``.
@@ -157,7 +247,8 @@ class Episodes:
         self._cool()
         self._room(envs, len(ends))
         marks = self._block(key, envs, ends)
-        self.lengths.note(marks.episode, marks.place, key)
+        self._lengths.note(marks.episode, marks.place, key)
+        self._like = (envs, len(ends), key + len(ends))
         return marks
 
     def _room(self, envs: Ints, count: int) -> None:
@@ -220,7 +311,7 @@ class Episodes:
                 distances.append(int(behind[rows[0]]))
             if self._tails[0, env] >= 0:
                 self._tails[0, env] = int(rows[-1]) + key
-        self.lengths.note(episode, place, key)
+        self._lengths.note(episode, place, key)
         return Marks(episode, place, ahead, behind, np.array(linked, np.int64), np.array(distances, np.int64), 0)
 
     def cut(self, env: int | None = None) -> list[int]:
@@ -249,7 +340,8 @@ class Episodes:
 
     def load(self, state: list[list[int]], next_episode: int) -> None:
         """Take back what :meth:`state` gave."""
-        self._hot = None
+        self._hot = self._steady = self._like = None
+        self._unsettled = False
         self._tails = np.full((3, 8), -1, np.int64)
         for env, *tail in state:
             self._tail(env)

@@ -36,7 +36,7 @@ class RowLayout:
 
     Attributes:
         record: dtype of the packed record: the marks, then the small columns.
-        small, large: names of the columns in the record, and of those with arrays of their own.
+        small, large: the columns in the record, and those with arrays of their own.
         row_bytes: memory for one row.
         torch_only: dtypes that numpy does not know, by column.
     """
@@ -45,6 +45,7 @@ class RowLayout:
         self.schema = schema
         self.small = [column for column in schema.columns if column.nbytes < LARGE]
         self.large = [column for column in schema.columns if column.nbytes >= LARGE]
+        self.small_names = [column.name for column in self.small]
         self.torch_only = {each.name: kind for each in schema.columns if (kind := each.torch_only) is not None}
         fields: Any = MARKS.fields
         names, end = list(fields), MARK_BYTES

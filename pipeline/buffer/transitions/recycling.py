@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,7 @@ class Recycler:
     def array(self, name: str, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """Return an array [count, *shape] that nobody else holds."""
         fresh_shape = (count, *shape)
-        size = int(np.prod(fresh_shape, dtype=np.int64)) * dtype.itemsize
-        if size < _SMALL:
+        if prod(fresh_shape) * dtype.itemsize < _SMALL:
             return np.empty(fresh_shape, dtype)
         kept = self._kept.setdefault((name, fresh_shape, dtype), [])
         for index in range(len(kept)):

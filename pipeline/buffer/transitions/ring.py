@@ -55,11 +55,17 @@ class Ring:
 
     def slots(self, keys: Ints) -> Ints:
         """Return the slots of keys, whose rows may be gone."""
-        return keys % self.capacity
+        if self.added <= self.capacity:
+            return keys
+        slots: Ints = keys % self.capacity
+        return slots
 
     def key_at(self, slots: Ints) -> Ints:
         """Return the keys of the rows in filled slots."""
-        keys: Ints = slots + (self.added - 1 - slots) // self.capacity * self.capacity
+        turn, newest = divmod(self.added - 1, self.capacity)
+        keys: Ints = slots + turn * self.capacity
+        if turn:
+            keys -= (slots > newest) * self.capacity  # these were filled the turn before
         return keys
 
     def alive(self, keys: Ints) -> Ints:
@@ -74,20 +80,26 @@ class Ring:
 
     # -- adding ------------------------------------------------------------------------------------------------
 
-    def extend(self, arrays: Arrays, count: int, envs: Ints, ends: Ints, version: int, *, mixed: bool = False) -> int:
+    def extend(
+        self, arrays: Arrays, count: int, envs: Ints, ends: Ints | None, version: int, *, mixed: bool = False
+    ) -> int:
         """Add ``count`` rows that were checked; return the key of the first.
 
         Args:
             arrays: [count, ...] by column.
             count: how many rows.
             envs: [E] the environments, step-major; or [count] the environment of each row, if ``mixed``.
-            ends: [count] how the episode ends with the row.
+            ends: [count] how the episode ends with the row; None if none does.
             version: of the weights that made them.
             mixed: see ``envs``.
         """
         first = self.added
         if count == 0:
             return first
+        if not mixed and self._extend_steadily(arrays, count, envs, ends, version):
+            return first
+        if ends is None:
+            ends = np.zeros(count, np.uint8)
         marks = (self.episodes.mixed if mixed else self.episodes.extend)(first, envs, ends)
         self._link(marks, first)
         own: Mapping[str, Any] = {
@@ -113,6 +125,33 @@ class Ring:
         self._trim()
         return first
 
+    def _extend_steadily(self, arrays: Arrays, count: int, envs: Ints, ends: Ints | None, version: int) -> bool:
+        """Add a block that is like the one before, and whose slots lie in one run, with those of the step before;
+        return whether it was one."""
+        first, width = self.added, len(envs)
+        begin = first % self.capacity
+        if begin < width or begin + count > self.capacity or self.size < width or self._stride != width:
+            return False
+        episodes = self.episodes
+        hot = episodes.steady(first, envs, count)
+        if hot is None:
+            return False
+        if hot.version != version:
+            hot.name_version(version)
+        known = episodes.next
+        changed = ends is not None or bool(hot.starts)
+        if changed and not episodes.begin(hot, ends):
+            return False
+        if self.before_overwriting is not None:
+            self.before_overwriting(first + count - self.capacity)
+        self.storage.write_block(begin, count, arrays, hot.plain, hot.links, width)
+        episodes.went(hot, changed=changed)
+        self.added = first + count
+        self.size = min(self.capacity, self.size + count)
+        if episodes.next != known:
+            self._trim()
+        return True
+
     def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
         """Add one row that was checked; return its key."""
         key = self.added
@@ -120,18 +159,18 @@ class Ring:
             self.before_overwriting(key + 1 - self.capacity)
         episode, place, behind = self.episodes.append(key, env, end)
         slot = key % self.capacity
-        view = self.storage.view
+        storage = self.storage
         if behind:
-            if behind < self.capacity and key - behind >= self.oldest:
-                view(AHEAD)[(key - behind) % self.capacity] = behind
+            if behind < self.capacity and key - behind >= self.added - self.size:
+                storage.view(AHEAD)[(key - behind) % self.capacity] = behind
             if behind != self._stride:
                 self._stride, self._irregular = behind, key
-        for name, value in row.items():
-            view(name)[slot] = value
-        self.storage.mark(slot, episode, place, 0, min(behind, MOST_ROWS), version, key & 0xFFFFFFFF, end)
+        storage.write_row(slot, row)
+        storage.mark(slot, episode, place, 0, min(behind, MOST_ROWS), version, key & 0xFFFFFFFF, end)
         self.added = key + 1
-        if self.size < self.capacity:
-            self.size += 1
+        size = self.size
+        if size < self.capacity:
+            self.size = size + 1
         elif not key & 1023:
             self._trim()
         return key
@@ -149,10 +188,9 @@ class Ring:
 
     def _trim(self) -> None:
         """Forget episodes of which no row is left, once they are more than half of those remembered."""
-        lengths = self.episodes.lengths
-        if self.size and lengths.held > 2 * self.size + 1024:
+        if self.size and self.episodes.held > 2 * self.size + 1024:
             oldest = int(self.mark(EPISODE, self.keys()).min())
-            lengths.trim(min(oldest, int(self.episodes.open().min(initial=oldest))))
+            self.episodes.lengths.trim(min(oldest, int(self.episodes.open().min(initial=oldest))))
 
     def cut(self, env: int | None = None) -> list[int]:
         """End the open episode of an environment, or of all, where it is; return the keys of the rows that are

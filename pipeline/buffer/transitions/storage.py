@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
-from pipeline.buffer.transitions.layout import MARKS, SERIAL, RowLayout
+from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, SERIAL, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import ConfigError
 
 Slots = slice | np.ndarray
 _PACKED = struct.Struct("<qiiiiIB")  # MARKS
-_THREADED = 4 << 20  # bytes of one gather from which on torch's threads are worth waking
 
 
 class TransitionStorage:
@@ -33,6 +32,8 @@ class TransitionStorage:
         """
         self.capacity = capacity
         self.layout: RowLayout | None = None
+        self.schema: Schema | None = None
+        """The columns of every row; None before there is one."""
         self.records = np.empty(0, MARKS)
         """[capacity]: the packed record of each slot: marks and small columns."""
         self.large: dict[str, np.ndarray] = {}
@@ -40,14 +41,10 @@ class TransitionStorage:
         self._memory: Memory = memory or ProcessMemory()
         self._views: dict[str, np.ndarray] = {}
         self._bytes = memoryview(b"")
+        self._plain = np.empty(0, f"V{MARK_BYTES}")  # the marks of each slot, without fields
         self._recycler = Recycler()
         if schema is not None:
             self.shape(schema)
-
-    @property
-    def schema(self) -> Schema | None:
-        """The columns of every row; None before there is one."""
-        return None if self.layout is None else self.layout.schema
 
     def shape(self, schema: Schema) -> None:
         """Take memory for rows of ``schema``.
@@ -61,14 +58,16 @@ class TransitionStorage:
         self.large = {
             each.name: self._memory.array(each.name, (self.capacity, *each.shape), each.bits) for each in layout.large
         }
-        self.layout = layout
+        self.layout, self.schema = layout, schema
         self._views = {name: self.records[name] for name in layout.record.names or ()} | self.large
         self._bytes = memoryview(self.records.view(np.uint8).data)
+        self._plain = self.records.getfield(self._plain.dtype)
 
     def forget(self) -> None:
         """Give the memory back, and forget the schema."""
-        self.layout, self.records, self.large, self._views = None, np.empty(0, MARKS), {}, {}
-        self._bytes = memoryview(b"")
+        self.layout = self.schema = None
+        self.records, self.large, self._views = np.empty(0, MARKS), {}, {}
+        self._bytes, self._plain = memoryview(b""), self._plain[:0].copy()
 
     def view(self, name: str) -> np.ndarray:
         """Return a column, or a mark, of every slot: [capacity, ...]; writing to it changes the rows."""
@@ -78,6 +77,23 @@ class TransitionStorage:
         """Copy columns or marks, [n, ...] or one value for all, into n slots."""
         for name, array in arrays.items():
             self._views[name][slots] = array
+
+    def write_row(self, slot: int, row: Mapping[str, Any]) -> None:
+        """Copy the columns of one row into a slot."""
+        views = self._views
+        for name, value in row.items():
+            views[name][slot] = value
+
+    def write_block(
+        self, begin: int, count: int, arrays: Mapping[str, Any], marks: np.ndarray, links: Any, linked: int
+    ) -> None:
+        """Copy columns [count, ...], and marks [count] without fields, into the slots from ``begin`` on; let the
+        ``linked`` slots before them know how far ahead their next row lies."""
+        slots, views = slice(begin, begin + count), self._views
+        for name, array in arrays.items():
+            views[name][slots] = array
+        self._plain[slots] = marks
+        views[AHEAD][begin - linked : begin] = links
 
     def mark(self, slot: int, *marks: int) -> None:
         """Write the marks of one slot, in the order of :data:`MARKS`."""
@@ -91,31 +107,26 @@ class TransitionStorage:
     def gather(self, slots: np.ndarray, names: Iterable[str] | None = None) -> Gathered:
         """Copy rows out: of ``slots`` [...] all columns, or those of ``names``, and the marks."""
         assert self.layout is not None
-        wanted = None if names is None else set(names)
-        flat = slots.reshape(-1)
-        records = self._recycler.array("records", flat.size, (), self.layout.record)
+        layout = self.layout
+        flat = slots if slots.ndim == 1 else slots.reshape(-1)
+        records = self._recycler.array("records", flat.size, (), layout.record)
         self.records.take(flat, out=records, mode="clip")  # "raise" would copy once more; the slots are ours
-        arrays: Arrays = {}
-        for column in self.layout.small:
-            if wanted is None or column.name in wanted:
-                arrays[column.name] = records[column.name]
-        for column in self.layout.large:
+        if names is None:
+            arrays = {name: records[name] for name in layout.small_names}
+            wanted = None
+        else:
+            wanted = set(names)
+            arrays = {name: records[name] for name in layout.small_names if name in wanted}
+        for column in layout.large:
             if wanted is None or column.name in wanted:
                 arrays[column.name] = self._take_large(column, flat)
-        return Gathered(self.layout, records, arrays, slots.shape)
+        return Gathered(layout, records, arrays, slots.shape)
 
     def _take_large(self, column: Column, flat: np.ndarray) -> np.ndarray:
         out = self._recycler.array(column.name, flat.size, column.shape, column.bits)
         source = self.large[column.name]
-        if out.nbytes < _THREADED:
-            return source.take(flat, axis=0, out=out, mode="clip")
-        width = column.nbytes
-        torch.index_select(
-            torch.from_numpy(source.reshape(self.capacity, -1).view(np.uint8)),
-            0,
-            torch.from_numpy(flat.astype(np.int64, copy=False)),
-            out=torch.from_numpy(out.reshape(flat.size, -1).view(np.uint8).reshape(flat.size, width)),
-        )
+        # One thread: torch's two take 20 times as long as soon as another process keeps one of the cores busy.
+        source.take(flat, axis=0, out=out, mode="clip")
         return out
 
     @property

@@ -1,34 +1,47 @@
 """Sums, least and largest of many values, exact after any number of changes, and the place at which a mass falls.
 
-A node is always computed from its children, never changed by a difference: so nothing drifts. Each has 32 children,
-so that one operation on arrays serves a level.
+A node is always computed from its children, never changed by a difference: so nothing drifts. Each has 16 children,
+so that one operation on arrays serves a level. Where numba is installed, a large tree is walked by compiled loops
+(:mod:`~pipeline.buffer.transitions.compiled`), which add in the same order and so come to the same bits.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-FAN = 32
+FAN = 16
 Floats = np.ndarray
 Ints = np.ndarray
+_SMALL = 10_000  # values below which a tree is not worth the second that it takes to import a compiler
 
 
 class SumTree:
     """``capacity`` values, not negative, 0 at first. All methods take and return arrays; bounds are the caller's."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, fast: bool | None = None) -> None:
+        """``fast``: whether compiled loops are used; by default where they can be had, and it is worth while."""
         self.capacity = capacity
-        self._sums = [np.zeros(-(-capacity // FAN) * FAN)]
-        self._least, self._most = [np.empty(0)], [np.empty(0)]  # of the level of values: they are in `_sums`
-        count = len(self._sums[0]) // FAN
-        while True:
-            padded = -(-count // FAN) * FAN if count > 1 else 1
-            self._sums.append(np.zeros(padded))
-            self._least.append(np.full(padded, np.inf))
-            self._most.append(np.zeros(padded))
-            if count <= 1:
-                break
-            count = padded // FAN
+        sizes = [-(-capacity // FAN) * FAN]
+        while sizes[-1] > 1:
+            count = sizes[-1] // FAN
+            sizes.append(-(-count // FAN) * FAN if count > 1 else 1)
+        starts = np.cumsum([0, *sizes])
+        self._starts = starts[:-1].astype(np.int64)
+        """Where each level begins in the arrays of all, the values first."""
+        # Where nodes begin with a cache line, each is in two of them and not in three.
+        self._flat = np.zeros(int(starts[-1]) + 8)
+        self._flat = self._flat[-(self._flat.ctypes.data // 8) % 8 :][: starts[-1]]
+        inner = int(starts[-1]) - sizes[0]
+        self._bounds = np.stack([np.full(inner, np.inf), np.zeros(inner)])
+        """The least of the values above 0, and the largest one with its sign changed: so that both are a minimum."""
+        self._fan = np.arange(FAN)[:, None]
+        self._sums = [self._flat[begin : begin + size] for begin, size in zip(starts, sizes, strict=False)]
+        # Of the values themselves there is no least and largest.
+        spans = zip(starts[1:-1] - sizes[0], sizes[1:], strict=True)
+        self._both = [[], *(list(self._bounds[:, begin : begin + size]) for begin, size in spans)]
+        self._loops = _loops() if fast or (fast is None and capacity >= _SMALL) else None
 
     @property
     def total(self) -> float:
@@ -38,12 +51,12 @@ class SumTree:
     @property
     def least(self) -> float:
         """The least value above 0; infinity if there is none."""
-        return float(self._least[-1][0])
+        return float(self._bounds[0, -1])
 
     @property
     def most(self) -> float:
         """The largest value."""
-        return float(self._most[-1][0])
+        return -float(self._bounds[1, -1])
 
     @property
     def values(self) -> Floats:
@@ -52,12 +65,17 @@ class SumTree:
 
     def set(self, places: Ints, values: Floats) -> None:
         """Set values; of a place that is named twice the last one counts."""
+        if self._loops is not None:
+            places, values = np.ascontiguousarray(places, np.int64), np.ascontiguousarray(values, np.float64)
+            self._loops.write(self._flat, self._bounds, self._starts, places, values)
+            return
         self._sums[0][places] = values
-        nodes = places
+        nodes: Ints | slice = places
         for level in range(1, len(self._sums)):
-            nodes = nodes // FAN
-            if level > 1 and len(nodes) > 64:
-                nodes = np.unique(nodes)
+            if isinstance(nodes, slice) or 4 * len(self._sums[level]) <= len(nodes):
+                nodes = slice(0, len(self._sums[level - 1]) // FAN)
+            else:
+                nodes = nodes // FAN
             self._fold(level, nodes)
 
     def fill(self, begin: int, end: int, values: float | Floats) -> None:
@@ -65,35 +83,73 @@ class SumTree:
         if end <= begin:
             return
         self._sums[0][begin:end] = values
+        if self._loops is not None:
+            self._loops.fold(self._flat, self._bounds, self._starts, begin, end)
+            return
         for level in range(1, len(self._sums)):
             begin, end = begin // FAN, (end - 1) // FAN + 1
             self._fold(level, slice(begin, end))
 
     def _fold(self, level: int, nodes: Ints | slice) -> None:
         """Compute nodes of a level from their children."""
-        below = self._sums[level - 1].reshape(-1, FAN)[nodes]
-        self._sums[level][nodes] = below.sum(axis=1)
-        if level == 1:
-            self._least[1][nodes] = np.where(below > 0, below, np.inf).min(axis=1)
-            self._most[1][nodes] = below.max(axis=1)
+        # [FAN, n]: an operation goes along many nodes at once, which are more than the children of one.
+        sums, both = self._sums[level - 1], self._both[level - 1]
+        if isinstance(nodes, slice):
+            children = sums.reshape(-1, FAN)[nodes].T
+            bounds = [each.reshape(-1, FAN)[nodes].T for each in both]
         else:
-            self._least[level][nodes] = self._least[level - 1].reshape(-1, FAN)[nodes].min(axis=1)
-            self._most[level][nodes] = self._most[level - 1].reshape(-1, FAN)[nodes].max(axis=1)
+            where = nodes * FAN + self._fan
+            children = sums.take(where)
+            bounds = [each.take(where) for each in both]
+        # In this order, and not in one that an implementation of `sum` chooses: see `compiled`, whose bits these are.
+        sums = children[:8] + children[8:]
+        sums = sums[:4] + sums[4:]
+        sums = sums[:2] + sums[2:]
+        self._sums[level][nodes] = sums[0] + sums[1]
+        if level == 1:
+            bounds = [np.where(children > 0, children, np.inf), -children]
+        for to, each in zip(self._both[level], bounds, strict=True):
+            to[nodes] = np.minimum.reduce(each, axis=0)
 
     def find(self, masses: Floats) -> Ints:
         """Return for each mass, from 0 to the total, the least place at which the sum up to and with it is larger.
 
         A place whose value is 0 is never returned, whatever rounding does; the total must not be 0.
         """
-        nodes = np.zeros(len(masses), np.int64)
-        left = masses.astype(np.float64)
-        rows = np.arange(len(masses))
-        for level in range(len(self._sums) - 2, -1, -1):
-            children = self._sums[level].reshape(-1, FAN)[nodes]
-            upto = np.cumsum(children, axis=1)
+        if self._loops is not None:
+            nodes = np.zeros(len(masses), np.int64)
+            self._loops.find(self._flat, self._starts, np.ascontiguousarray(masses, np.float64), nodes)
+            return nodes
+        count = len(masses)
+        rows = np.arange(count)
+        # One node serves all masses at the top.
+        edges = np.zeros(len(self._sums[-2]) + 1)
+        self._sums[-2].cumsum(out=edges[1:])
+        left = np.minimum(masses, np.nextafter(edges[-1], 0))
+        nodes = edges[1:].searchsorted(left, side="right").astype(np.int64, copy=False)
+        left = left - edges.take(nodes)
+        for level in range(len(self._sums) - 3, -1, -1):
+            first = nodes * FAN
+            before = np.zeros((FAN + 1, count))  # [i]: the sum of the children before i
+            upto = before[1:]
+            self._sums[level].take(first + self._fan, out=upto, mode="clip")
+            last = before[1]
+            for each in before[2:]:  # a call of `accumulate` takes longer
+                np.add(last, each, each)
+                last = each
             # The last child with a value ends the search: rounding may leave a mass beyond the sum of a node.
-            beyond = np.minimum(left, np.nextafter(upto[:, -1], 0))
-            chosen = (upto <= beyond[:, None]).sum(axis=1)
-            left = np.maximum(beyond - (upto[rows, chosen] - children[rows, chosen]), 0)
-            nodes = nodes * FAN + chosen
-        return nodes
+            beyond = np.minimum(left, np.nextafter(last, 0))
+            chosen = np.add.reduce((upto <= beyond).view(np.int8), axis=0, dtype=np.int8).astype(np.int64)
+            left = beyond - before.take(chosen * count + rows)
+            nodes = first + chosen
+        places: Ints = nodes
+        return places
+
+
+def _loops() -> Any:
+    """Return the module of compiled loops; None without numba."""
+    try:
+        from pipeline.buffer.transitions import compiled
+    except ImportError:
+        return None
+    return compiled
