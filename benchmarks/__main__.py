@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks import checkpoint, overhead, replay, staleness
+from benchmarks import checkpoint, overhead, replay, staleness, transitions
 from benchmarks.harness import Row, show
 
 BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {
@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {
     "overhead": overhead.run,
     "replay": replay.run,
     "staleness": staleness.run,
+    "transitions": transitions.run,
 }
 
 
@@ -25,13 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS))
     parser.add_argument("--json", action="store_true", help="print a list of rows on stdout")
     parser.add_argument("--scale", type=float, default=1.0, help="how much work, relative to the figures that count")
-    parser.add_argument("--folder", help="checkpoint: a folder on the disk to be measured; else the current one")
+    parser.add_argument(
+        "--folder", help="checkpoint, transitions: a folder on the disk to be measured; else the current one"
+    )
     parser.add_argument("--large", action="store_true", help="checkpoint: a buffer of 4 GB as well")
     given = parser.parse_args(arguments)
     names = [given.name] if given.name else sorted(BENCHMARKS)
     chosen: dict[str, Callable[[float], list[Row]]] = {
         **BENCHMARKS,
         "checkpoint": partial(checkpoint.run, folder=given.folder, large=given.large),
+        "transitions": partial(transitions.run, folder=given.folder),
     }
     rows = [row for name in names for row in chosen[name](given.scale)]
     if given.json:

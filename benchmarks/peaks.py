@@ -12,7 +12,9 @@ import subprocess
 import sys
 
 from benchmarks.checkpoint_sides import Content, Trainer, pipeline, put
+from pipeline import ReplayBuffer
 
+TRANSITIONS = "transitions"
 KINDS = ("save rollouts", "load rollouts", "save trainer", "load trainer")
 
 
@@ -56,5 +58,28 @@ async def _extra(kind: str, folder: str, size: int) -> int:
         return max(0, _status("VmHWM") - before)
 
 
+def _extra_of_transitions(verb: str, folder: str, size: int) -> int:
+    """As :func:`_extra`, of a buffer of transitions; of a load beyond the memory of its rows."""
+    from benchmarks.transitions import ROW, content, filled
+
+    count, held = max(1000, size // ROW), 0
+    if verb == "save":
+        buffer = filled(folder, "prioritized", content(count), count)
+    else:
+        buffer = ReplayBuffer(count, select="prioritized", directory=folder)
+    with buffer:
+        before = _status("VmRSS")
+        _forget_peak()
+        if verb == "save":
+            buffer.save(0, wait=True)
+        else:
+            held = buffer.resume().rows * (buffer.statistics().row_bytes + 10)  # the sums take about ten bytes a row
+        return max(0, _status("VmHWM") - before - held)
+
+
 if __name__ == "__main__":
-    print(asyncio.run(_extra(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    kind, where, bytes_ = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    if kind.endswith(TRANSITIONS):
+        print(_extra_of_transitions(kind.split()[0], where, bytes_))
+    else:
+        print(asyncio.run(_extra(kind, where, bytes_)))

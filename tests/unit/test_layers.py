@@ -117,7 +117,7 @@ def test_importing_the_package_loads_nothing_that_is_optional() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     names = set(loaded.stdout.split())
-    assert not names & {"ray", "gymnasium", "tqdm", "matplotlib", "openai", "trio", "yaml"}
+    assert not names & {"ray", "gymnasium", "numba", "tqdm", "matplotlib", "openai", "trio", "yaml"}
 
 
 @pytest.mark.parametrize("path", SOURCES + sorted((ROOT / "tasks").rglob("*.py")), ids=module_name)
