@@ -29,7 +29,7 @@ from pipeline.checkpoint.manifest import (
 from pipeline.checkpoint.trainer_state import check_file
 from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError, UsageError, WriteFailed
 from pipeline.store.files import FilesLike, open_plain
-from pipeline.store.frames import crc32c, crc32c_of_file
+from pipeline.store.frames import crc32c_more, crc32c_of_file
 from pipeline.store.layout import Layout, write_file
 
 RETRY = "Free space or mend the disk; a retry may work"
@@ -216,7 +216,7 @@ class GenerationWriter:
         remove_tree(self._files, self._final)
         self._files.makedirs(self.folder)
 
-    def add(self, path: str, content: bytes) -> None:
+    def add(self, path: str, content: bytes | memoryview) -> None:
         """Write a small file."""
         target = self._target(path)
         handle = self._files.create(target)
@@ -225,7 +225,7 @@ class GenerationWriter:
             self._files.sync(handle)
         finally:
             self._files.close(handle)
-        self.infos.append(FileInfo(path=path, bytes=len(content), crc32c=f"{crc32c(content):08x}"))
+        self.infos.append(FileInfo(path=path, bytes=len(content), crc32c=f"{crc32c_more(0, content):08x}"))
 
     def sync_later(self, handle: int) -> None:
         """Take over an open file of the generation: it is synced and closed when the generation is committed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.errors import Damaged, UsageError
+from pipeline.replay.ahead import ahead
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, decode_state
 from pipeline.store.files import open_plain
 from pipeline.store.layout import Layout
@@ -86,12 +88,13 @@ def _read_blocks(path: str, state: BufferState) -> list[Block]:
 
 def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequence[Block], layout: Layout) -> None:
     wanted = {block.first: block for block in blocks if block.first + block.count > ring.oldest}
-    for place, found in reader.each(block.place for block in wanted.values()):
-        if isinstance(found, Damaged):
-            raise found
-        block = wanted[place[0]]
-        where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-        take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where))
+    with contextlib.closing(ahead(reader.each(block.place for block in wanted.values()))) as places:
+        for place, found in places:
+            if isinstance(found, Damaged):
+                raise found
+            block = wanted[place[0]]
+            where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
+            take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where))
 
 
 def _read_values(stored: Stored) -> dict[str, np.ndarray]:

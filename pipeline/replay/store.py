@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -20,7 +21,8 @@ from pipeline.config import ReplayOptions
 from pipeline.errors import ForebayError, WriteFailed
 from pipeline.observe import events
 from pipeline.observe.logs import RunContext, logger
-from pipeline.replay.job import Job
+from pipeline.replay.ahead import ahead
+from pipeline.replay.job import Job, Piece
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, encode_state
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.segments import Block
@@ -197,14 +199,8 @@ class ReplayStore:
         writer = self._open_writer()
         oldest = job.state.added - job.state.size
         blocks = [block for block in self.blocks if block.first + block.count > oldest]
-        for piece in job.pieces():
-            # Written at once, one after the other: no more than one waits in memory.
-            place = writer.place(piece.blob, piece.first, 0, 0)
-            batch = writer.take()
-            writer.write(batch)
-            writer.done(batch)
-            at = (place.incarnation, place.rank, place.segment, place.offset, place.length)
-            blocks.append(Block(piece.first, piece.rows, *at))
+        with contextlib.closing(ahead(job.pieces())) as pieces:  # copied while the one before is written
+            blocks += [self._write_piece(writer, piece) for piece in pieces]
         position, written = writer.sync()
         live: dict[tuple[int, int, int], int] = {}
         for block in blocks:
@@ -213,7 +209,8 @@ class ReplayStore:
             generation.writer.add(STATE_FILE, encode_state(job.state, unknown))
             generation.writer.add(BLOCKS_FILE, msgspec.msgpack.encode(blocks))
             for name, values in job.values.items():
-                generation.writer.add(f"{VALUES_FOLDER}/{name}", np.ascontiguousarray(values).tobytes())
+                raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+                generation.writer.add(f"{VALUES_FOLDER}/{name}", memoryview(raw.data))
         except OSError as error:
             raise WriteFailed(f"{generation.writer.folder}: could not be written: {error}. {RETRY}") from error
         open_segment, tag = writer.open_segment, self.folder.tag
@@ -226,6 +223,13 @@ class ReplayStore:
             reusable=self._retention.reusable(generation.manifest),
         )
         return generation.writer.commit(manifest), live, open_segment, blocks
+
+    def _write_piece(self, writer: StoreWriter, piece: Piece) -> Block:
+        place = writer.place(piece.blob, piece.first, 0, 0)
+        batch = writer.take()
+        writer.write(batch)
+        writer.done(batch)
+        return Block(piece.first, piece.rows, place.incarnation, place.rank, place.segment, place.offset, place.length)
 
     def _open_writer(self) -> StoreWriter:
         if self._writer is None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
-from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.errors import Damaged
 from pipeline.store.codec import dtype_name, read_bytes
@@ -81,7 +81,10 @@ def decode_block(blob: Any, schema: Schema, count: int, where: str) -> Arrays:
 
 
 def take_back(ring: Ring, first: int, count: int, arrays: Arrays) -> None:
-    """Put the rows of a block into their slots: those that are the ring's by its counters, which are set already."""
+    """Put the rows of a block into their slots: those that are the ring's by its counters, which are set already.
+
+    Blocks come in the order of their keys; :meth:`Ring.relink` is to follow the last one.
+    """
     low, high = max(first, ring.oldest), min(first + count, ring.added)
     if low >= high:
         return
@@ -91,8 +94,8 @@ def take_back(ring: Ring, first: int, count: int, arrays: Arrays) -> None:
         if size:
             part = {name: array[start : start + size] for name, array in arrays.items()}
             ring.storage.write(slice(at, at + size), part)
-            ring.storage.view(AHEAD)[at : at + size] = 0
             ring.storage.mark_serials(slice(at, at + size), first + start)
+            ring.link_back(first + start, part[BEHIND], part[EPISODE], part[PLACE])
 
 
 def _name(column: Column) -> str:

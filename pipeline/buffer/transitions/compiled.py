@@ -19,10 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def _compiled(function: Function) -> Function:
     try:
-        made: Function = numba.njit(cache=True, nogil=True)(function)
+        made: Any = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # there is no folder in which what was compiled could be kept
         made = numba.njit(nogil=True)(function)
-    return made
+    found: Function = made
+    return found
 
 
 @_compiled

@@ -74,14 +74,26 @@ class Lengths:
         firsts: Ints = self._first[episodes - self.base]
         return firsts
 
-    def rebuild(self, episodes: Ints, places: Ints, keys: Ints) -> None:
-        """Begin anew with rows [n] that are there, oldest first; the first row of an episode may be gone."""
-        self.base = int(episodes.min())
-        count = int(episodes.max()) - self.base + 1
-        self._length, self._first = np.zeros(max(64, count), np.int32), np.zeros(max(64, count), np.int64)
-        np.maximum.at(self._length, episodes - self.base, places + 1)
-        self._first[episodes[::-1] - self.base] = keys[::-1]
-        self._end = count
+    def note_back(self, episodes: Ints, places: Ints, key: int) -> None:
+        """Take in rows [n] that are there again, in their order; the first rows of an episode may be gone.
+
+        Args:
+            episodes, places: [n] their marks.
+            key: of the first of them.
+        """
+        low = int(episodes.min())
+        if not self._end:
+            self.base = low
+        elif low < self.base:
+            more = self.base - low
+            self._length = np.concatenate([np.zeros(more, np.int32), self._length])
+            self._first = np.concatenate([np.zeros(more, np.int64), self._first])
+            self.base, self._end = low, self._end + more
+        self._reach(int(episodes.max()) + 1)
+        at = episodes - self.base
+        new = np.flatnonzero(self._length[at] == 0)[::-1]
+        self._first[at[new]] = key + new  # of rows of one episode, the last that is written counts: the oldest
+        self._length[at] = places + 1  # and here the newest
 
     @property
     def held(self) -> int:

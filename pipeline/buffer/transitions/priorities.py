@@ -122,7 +122,9 @@ class PriorityDrawer(Drawer):
 
     def arrays(self) -> dict[str, np.ndarray]:
         self._settle()
-        return {"priorities": self.tree.values[self.ring.slots(self.ring.keys())]}
+        begin, end = self.ring.oldest % self.ring.capacity, self.ring.size
+        values, room = self.tree.values, self.ring.capacity - begin
+        return {"priorities": np.concatenate([values[begin : begin + end], values[: max(0, end - room)]])}
 
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.tree = SumTree(self.ring.capacity)

@@ -208,18 +208,34 @@ class Ring:
         self.added, self.size = added, min(size, self.capacity)
         self.cut_keys = [key for key in cuts if key >= self.oldest]
 
+    def link_back(self, first: int, behind: Ints, episodes: Ints, places: Ints) -> None:
+        """Find out what follows what, from how far behind [n] the predecessors of rows lie that are there again.
+
+        Args:
+            first: the key of the first of them; what comes before it was linked already.
+            behind, episodes, places: [n] their marks.
+        """
+        count = len(behind)
+        begin = first % self.capacity
+        led = np.flatnonzero(behind > 0)
+        distances = behind[led].astype(np.int64)
+        stride = int(distances[-1]) if len(led) else 0
+        if stride and stride != self._stride:
+            self._stride, self._irregular = stride, first
+        odd = led[distances != stride]
+        if len(odd):
+            self._irregular = first + int(odd[-1]) + 1
+        ahead = np.zeros(count, np.int32)
+        inside = led >= distances
+        ahead[led[inside] - distances[inside]] = distances[inside]
+        self.storage.view(AHEAD)[begin : begin + count] = ahead
+        before = first + led[~inside] - distances[~inside]
+        there = before >= self.oldest
+        self.storage.view(AHEAD)[self.slots(before[there])] = distances[~inside][there]
+        self.episodes.lengths.note_back(episodes, places, first)
+
     def relink(self) -> None:
-        """Find out, from how far behind each row's predecessor lies, what follows what; and how long episodes are."""
-        keys = self.keys()
-        if len(keys):
-            behind = self.mark(BEHIND, keys).astype(np.int64)
-            led = (behind > 0) & (keys - behind >= self.oldest)
-            self.storage.view(AHEAD)[self.slots(keys[led] - behind[led])] = behind[led]
-            distances = behind[behind > 0]
-            self._stride = int(distances[-1]) if len(distances) else 1
-            odd = keys[(behind > 0) & (behind != self._stride)]
-            self._irregular = int(odd[-1]) + 1 if len(odd) else 0
-            self.episodes.lengths.rebuild(self.mark(EPISODE, keys), self.mark(PLACE, keys), keys)
+        """Mark again the rows with which an episode was cut: that came after they were written."""
         for key in self.cut_keys:
             self.storage.view(END)[key % self.capacity] = CUT
 
