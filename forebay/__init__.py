@@ -42,6 +42,8 @@ from pipeline import Item as Item  # noqa: E402
 from pipeline import LearningSource as LearningSource  # noqa: E402
 from pipeline import Limiter as Limiter  # noqa: E402
 from pipeline import Locked as Locked  # noqa: E402
+from pipeline import MixedBatch as MixedBatch  # noqa: E402
+from pipeline import MixedReplay as MixedReplay  # noqa: E402
 from pipeline import NewerFormat as NewerFormat  # noqa: E402
 from pipeline import NotARun as NotARun  # noqa: E402
 from pipeline import Ordered as Ordered  # noqa: E402
@@ -51,6 +53,7 @@ from pipeline import PipelineOptions as PipelineOptions  # noqa: E402
 from pipeline import Prioritized as Prioritized  # noqa: E402
 from pipeline import Progress as Progress  # noqa: E402
 from pipeline import ProgressBar as ProgressBar  # noqa: E402
+from pipeline import Remove as Remove  # noqa: E402
 from pipeline import ReplayBuffer as ReplayBuffer  # noqa: E402
 from pipeline import ReplayDataset as ReplayDataset  # noqa: E402
 from pipeline import Reroll as Reroll  # noqa: E402
@@ -65,6 +68,7 @@ from pipeline import Slices as Slices  # noqa: E402
 from pipeline import Source as Source  # noqa: E402
 from pipeline import SourceMark as SourceMark  # noqa: E402
 from pipeline import SourceMismatch as SourceMismatch  # noqa: E402
+from pipeline import StalenessWeighted as StalenessWeighted  # noqa: E402
 from pipeline import Starved as Starved  # noqa: E402
 from pipeline import Stateful as Stateful  # noqa: E402
 from pipeline import Stopped as Stopped  # noqa: E402

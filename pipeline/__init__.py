@@ -5,6 +5,7 @@ from pipeline.buffer import Group as Group
 from pipeline.buffer.transitions.batch import TransitionBatch as TransitionBatch
 from pipeline.buffer.transitions.columns import Column as Column
 from pipeline.buffer.transitions.columns import Schema as Schema
+from pipeline.buffer.transitions.mixed_batch import MixedBatch as MixedBatch
 from pipeline.config import Anneal as Anneal
 from pipeline.config import FailFast as FailFast
 from pipeline.config import Fields as Fields
@@ -13,10 +14,12 @@ from pipeline.config import Limiter as Limiter
 from pipeline.config import Ordered as Ordered
 from pipeline.config import PipelineOptions as PipelineOptions
 from pipeline.config import Prioritized as Prioritized
+from pipeline.config import Remove as Remove
 from pipeline.config import Reroll as Reroll
 from pipeline.config import Retry as Retry
 from pipeline.config import Skip as Skip
 from pipeline.config import Slices as Slices
+from pipeline.config import StalenessWeighted as StalenessWeighted
 from pipeline.config import TrajectoryOptions as TrajectoryOptions
 from pipeline.config import Uniform as Uniform
 from pipeline.config import WithoutReplacement as WithoutReplacement
@@ -51,6 +54,7 @@ from pipeline.records import Item as Item
 from pipeline.records import Rollout as Rollout
 from pipeline.records import SourceMark as SourceMark
 from pipeline.records import Trace as Trace
+from pipeline.replay import MixedReplay as MixedReplay
 from pipeline.replay import ReplayBuffer as ReplayBuffer
 from pipeline.replay import ReplayDataset as ReplayDataset
 from pipeline.replay import TrajectoryBuffer as TrajectoryBuffer

@@ -4,6 +4,7 @@ from pipeline.config.base import LEAST as LEAST
 from pipeline.config.base import MOST as MOST
 from pipeline.config.base import Options as Options
 from pipeline.config.hindsight import Hindsight as Hindsight
+from pipeline.config.mixing import MixtureOptions as MixtureOptions
 from pipeline.config.pipeline import Durability as Durability
 from pipeline.config.pipeline import PipelineOptions as PipelineOptions
 from pipeline.config.policies import FailFast as FailFast
@@ -15,6 +16,8 @@ from pipeline.config.policies import StalenessPolicy as StalenessPolicy
 from pipeline.config.policies import ZeroVariance as ZeroVariance
 from pipeline.config.policies import failure_policy as failure_policy
 from pipeline.config.policies import staleness_policy as staleness_policy
+from pipeline.config.removing import Remove as Remove
+from pipeline.config.removing import removal as removal
 from pipeline.config.replay import Fields as Fields
 from pipeline.config.replay import Limiter as Limiter
 from pipeline.config.replay import ReplayOptions as ReplayOptions
@@ -22,6 +25,7 @@ from pipeline.config.selecting import Anneal as Anneal
 from pipeline.config.selecting import Ordered as Ordered
 from pipeline.config.selecting import Prioritized as Prioritized
 from pipeline.config.selecting import Selection as Selection
+from pipeline.config.selecting import StalenessWeighted as StalenessWeighted
 from pipeline.config.selecting import Uniform as Uniform
 from pipeline.config.selecting import WithoutReplacement as WithoutReplacement
 from pipeline.config.selecting import selection as selection

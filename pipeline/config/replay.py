@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.config.base import LEAST, Options
-from pipeline.config.selecting import Selection, Uniform, WithoutReplacement, selection
+from pipeline.config.removing import Remove, removal
+from pipeline.config.selecting import Prioritized, Selection, Uniform, WithoutReplacement, selection
 from pipeline.config.triggers import check_signals
 from pipeline.errors import ConfigError
 
@@ -81,9 +82,11 @@ class ReplayOptions(Options, frozen=True):
     """Everything that a :class:`~pipeline.replay.ReplayBuffer` was built with.
 
     Attributes:
-        capacity: how many rows are held; the oldest go first.
+        capacity: how many rows are held.
         select: which are sampled.
         limiter: when rows may be added and sampled.
+        remove: which row goes when a new one comes to a full buffer; by default the oldest. See
+            :class:`~pipeline.config.Remove`.
         seed: of every random choice.
         returns: what a batch gives out: ``torch`` tensors or ``numpy`` arrays.
         fields: names of columns.
@@ -104,6 +107,7 @@ class ReplayOptions(Options, frozen=True):
     capacity: int
     select: Selection = Uniform()
     limiter: Limiter = Limiter()
+    remove: Remove = Remove()
     seed: int = 0
     returns: Literal["torch", "numpy"] = "torch"
     fields: Fields = Fields()
@@ -137,6 +141,7 @@ class ReplayOptions(Options, frozen=True):
         values = dict(given)
         values["select"] = selection(values.get("select", Uniform()))
         values["limiter"] = Limiter.of(values.get("limiter"))
+        values["remove"] = removal(values.get("remove"))
         values["fields"] = Fields.of(values.get("fields"))
         if isinstance(values.get("directory"), os.PathLike):
             values["directory"] = os.fspath(values["directory"])
@@ -169,6 +174,20 @@ class ReplayOptions(Options, frozen=True):
             raise ConfigError.of(
                 "min_size", self.limiter.min_size, f"capacity={self.capacity}: so many rows are never there"
             )
+
+        self._check_removal()
+
+    def _check_removal(self) -> None:
+        by, select = self.remove.by, self.select
+        if by == "fifo":
+            return
+        if self.share_next_obs:
+            raise ConfigError.of("share_next_obs", True, f"rows have no neighbours with remove={by!r}")
+        windows = (select.window, select.window_trajectories) if isinstance(select, Uniform) else ()
+        if any(window is not None for window in windows):
+            raise ConfigError.of("select", select, f"a window is of neighbours, and there are none with remove={by!r}")
+        if by == "lowest_priority" and not isinstance(select, Prioritized):
+            raise ConfigError.of("remove", by, "priorities are those of select=Prioritized()")
 
     def check_batch(self, count: int) -> None:
         """Refuse a batch that could never be sampled.

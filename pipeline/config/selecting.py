@@ -33,13 +33,28 @@ class Anneal(Options, frozen=True, tag="anneal", tag_field="schedule"):
 
 
 class Uniform(Options, frozen=True, tag="uniform", tag_field="select"):
-    """Every row alike, with replacement; of the newest ``window`` rows alone, if that is given."""
+    """Every row alike, with replacement.
+
+    Attributes:
+        window: of the newest so many rows alone.
+        window_trajectories: of the rows of the newest so many episodes alone, by their start, open ones among them.
+        uses: how often a row is drawn, at the most; what has been drawn so often is not drawn again. A batch may hold a
+            row several times. Of slices, what is drawn is the first row. The counts are part of the buffer's state.
+    """
 
     window: int | None = None
+    window_trajectories: int | None = None
+    uses: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("window", 1, none_ok=True)
+        for option in ("window", "window_trajectories"):
+            self._at_least(option, 1, none_ok=True)
+        _check_uses(self)
+        if self.window is not None and self.window_trajectories is not None:
+            raise ConfigError.of(
+                "window_trajectories", self.window_trajectories, "window= is given as well; choose one"
+            )
 
 
 class WithoutReplacement(Options, frozen=True, tag="without_replacement", tag_field="select"):
@@ -50,9 +65,15 @@ class WithoutReplacement(Options, frozen=True, tag="without_replacement", tag_fi
     Attributes:
         last: what becomes of the rows that are too few for a batch at an epoch's end. ``carry``: the batch is filled
             from the next epoch. ``keep``: it is short. ``drop``: they are left out.
+        uses: in how many batches a row is given out, at the most; then no epoch has it any more.
     """
 
     last: Literal["carry", "keep", "drop"] = "carry"
+    uses: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_uses(self)
 
 
 class Ordered(Options, frozen=True, tag="ordered", tag_field="select"):
@@ -62,15 +83,36 @@ class Ordered(Options, frozen=True, tag="ordered", tag_field="select"):
     Attributes:
         by: the order.
         field: the column, with ``min`` and ``max``.
+        uses: in how many batches a row is given out, at the most: with 1 and ``fifo``, a queue.
     """
 
     by: Literal["fifo", "lifo", "stalest", "freshest", "min", "max"] = "fifo"
     field: str = ""
+    uses: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_uses(self)
         if (self.by in ("min", "max")) != bool(self.field):
             raise ConfigError.of("field", self.field, "the name of a column is needed with by='min' and 'max' alone")
+
+
+class StalenessWeighted(Options, frozen=True, tag="staleness", tag_field="select"):
+    """The staler a row is, the rarer it is drawn, with replacement: row i, which weights of version ``v_i`` made, with
+    probability ``P_i = 2^(-s_i / half_life) / sum_k 2^(-s_k / half_life)``, where ``s_i = v - v_i`` is how many
+    versions it is behind the newest one ``v`` of the buffer. (``v`` cancels out: which one is the newest decides
+    nothing.) Of rows more than 400 half-lives apart the staler ones are drawn alike.
+
+    Attributes:
+        half_life: how many versions halve the probability.
+    """
+
+    half_life: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1e-6 <= self.half_life <= 1e12:
+            raise ConfigError.of("half_life", self.half_life, "a number of versions from 1e-6 to 1e12 is needed")
 
 
 class Prioritized(Options, frozen=True, tag="prioritized", tag_field="select"):
@@ -108,7 +150,13 @@ class Prioritized(Options, frozen=True, tag="prioritized", tag_field="select"):
             raise ConfigError.of(option, value, f"a number from {least:g} to {most:g} is needed")
 
 
-Selection: TypeAlias = Uniform | WithoutReplacement | Ordered | Prioritized
+def _check_uses(options: Uniform | WithoutReplacement | Ordered) -> None:
+    uses = options.uses
+    if uses is not None and not 1 <= uses < 2**32:
+        raise ConfigError.of("uses", uses, f"a number from 1 to {2**32 - 1} is needed, or None: as often as it comes")
+
+
+Selection: TypeAlias = Uniform | WithoutReplacement | Ordered | Prioritized | StalenessWeighted
 _NAMES: dict[str, Selection] = {
     "uniform": Uniform(),
     "without_replacement": WithoutReplacement(),
@@ -123,7 +171,7 @@ def selection(given: Selection | Mapping[str, Any] | str) -> Selection:
     Raises:
         ConfigError: there is none such.
     """
-    if isinstance(given, (Uniform, WithoutReplacement, Ordered, Prioritized)):
+    if isinstance(given, (Uniform, WithoutReplacement, Ordered, Prioritized, StalenessWeighted)):
         return given
     if isinstance(given, str) and given in _NAMES:
         return _NAMES[given]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class AddingVerbs:
         return self.ring.storage.schema if self.shared is None else self.shared.schema
 
     def _shape(self, schema: Schema) -> None:
+        self.ring.check(schema)
         self.ring.storage.shape(schema if self.shared is None else self.shared.reduced(schema))
         if self.shared is not None:
             self.shared.shape(schema)
@@ -67,7 +68,7 @@ class AddingVerbs:
         ends: ArrayLike | None = None,
         version: int = 0,
         timeout: float | None = DEFAULT,
-    ) -> range:
+    ) -> Sequence[int]:
         """Add rows [n, ...], all or none of them.
 
         Args:
@@ -82,7 +83,8 @@ class AddingVerbs:
             timeout: seconds to wait for the limiter; by default the option of that name.
 
         Returns:
-            The keys of the rows.
+            The keys of the rows. A list of them with another ``remove`` than ``fifo``, in which -1 is a row that was
+            not kept: it was itself the first to go.
 
         Raises:
             ConfigError: a column is missing or unknown, or of another shape or dtype. Nothing was changed.
@@ -102,7 +104,7 @@ class AddingVerbs:
         ends: ArrayLike | None,
         version: int,
         timeout: float | None,
-    ) -> range:
+    ) -> Sequence[int]:
         while True:
             if self._forked:
                 self._usable()
@@ -124,7 +126,7 @@ class AddingVerbs:
             self.shared.added(first, count, obs, nexts)
         self._drawer.added(first, count)
         self._counts.added += count
-        return range(first, first + count)
+        return self.ring.given(first, count)
 
     def append(self, row: Rows, *, env: int = 0, version: int = 0, timeout: float | None = DEFAULT) -> int:
         """Add one row, whose columns have no leading axis; return its key. See :meth:`extend`."""
@@ -156,7 +158,7 @@ class AddingVerbs:
             self.shared.added_one(key, obs, nexts)
         self._drawer.added(key, 1)
         self._counts.added += 1
-        return key
+        return self.ring.given(key, 1)[0] if self.ring.scattered else key
 
     def add(
         self,
@@ -173,7 +175,7 @@ class AddingVerbs:
         env: int = 0,
         version: int = 0,
         timeout: float | None = DEFAULT,
-    ) -> range:
+    ) -> Sequence[int]:
         """Add the rows that come of an environment's step, all or none; ``obs`` and ``action`` are from before it.
 
         ::
@@ -211,13 +213,13 @@ class AddingVerbs:
 
     def _add(
         self, given: Mapping[str, Any], info: Any, autoreset: Any, env: int, version: int, timeout: float | None
-    ) -> range:
+    ) -> Sequence[int]:
         self._usable()
         step = self.stepping.rows(given, info, autoreset, env, self.options.fields, self.schema is None)
-        keys = range(self.ring.added, self.ring.added)
+        keys: Sequence[int] = range(self.ring.added, self.ring.added)
         if step.number and step.envs.__class__ is int:
             key = self._append(step.rows, env, version, timeout)
-            keys = range(key, key + 1)
+            keys = (key,) if self.ring.scattered else range(key, key + 1)
         elif step.number:
             keys = self._extend(step.rows, 0, step.envs, None, version, timeout)
         self.stepping.take(step)

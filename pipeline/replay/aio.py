@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -17,6 +17,7 @@ from pipeline.checkpoint.triggers import exit_by_code
 from pipeline.errors import Stopped, StoppedExit, TimedOut
 from pipeline.replay.saving import ReplayResumed
 from pipeline.replay.store import Saving
+from pipeline.replay.write_back import WrittenBack
 
 if TYPE_CHECKING:
     from pipeline.replay.buffer import ReplayBuffer, Updated
@@ -42,7 +43,7 @@ class AsyncReplayBuffer:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
 
-    async def extend(self, rows: Rows, **more: Any) -> range:
+    async def extend(self, rows: Rows, **more: Any) -> Sequence[int]:
         """Add rows; see :meth:`~pipeline.ReplayBuffer.extend`."""
         return await self._let_in(partial(self.buffer.extend, rows, timeout=0, **more))
 
@@ -60,6 +61,10 @@ class AsyncReplayBuffer:
     async def update_priorities(self, keys: ArrayLike, priorities: Any) -> Updated:
         """Set priorities; see :meth:`~pipeline.ReplayBuffer.update_priorities`."""
         return self.buffer.update_priorities(keys, priorities)
+
+    async def write_back(self, keys: ArrayLike, columns: Rows, **more: Any) -> WrittenBack:
+        """Set columns; see :meth:`~pipeline.ReplayBuffer.write_back`."""
+        return self.buffer.write_back(keys, columns, **more)
 
     async def save(self, step: int, *, wait: bool = False) -> Saving:
         """Commit; see :meth:`~pipeline.ReplayBuffer.save`. What is attached is read while this is awaited."""

@@ -130,16 +130,29 @@ def _flag(name: str, flag: Any) -> bool:
     return bool(_flags(name, np.asarray(flag)[None], 1)[0])
 
 
-def priorities_of(keys: ArrayLike, priorities: Any, added: int) -> tuple[Ints, np.ndarray]:
-    """Return keys, and as many priorities.
+def keys_of(keys: ArrayLike, end: int, first: int = 0) -> Ints:
+    """Return keys [n], all of them from ``first`` on and below ``end``.
 
     Raises:
-        ConfigError: one of them is negative or not finite, or was never the key of a row, or the numbers differ.
+        ConfigError: one was never the key of a row.
     """
     where = np.asarray(keys).reshape(-1)
     if where.dtype.kind not in "iu" and len(where):
         raise ConfigError.of("keys", where.dtype, "whole numbers, such as batch.keys, are needed")
     where = where.astype(np.int64, copy=False)
+    unknown = np.flatnonzero((where < first) | (where >= end))
+    if len(unknown):
+        raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
+    return where
+
+
+def priorities_of(keys: ArrayLike, priorities: Any, end: int, first: int = 0) -> tuple[Ints, np.ndarray]:
+    """Return keys, and as many priorities.
+
+    Raises:
+        ConfigError: one of them is negative or not finite, or was never the key of a row, or the numbers differ.
+    """
+    where = keys_of(keys, end, first)
     if hasattr(priorities, "detach"):
         priorities = priorities.detach().cpu()
         if not priorities.is_complex():
@@ -158,7 +171,4 @@ def priorities_of(keys: ArrayLike, priorities: Any, added: int) -> tuple[Ints, n
         raise ConfigError.of(
             "priorities", float(values[wrong[0]]), f"finite numbers from 0 on are needed; number {wrong[0]} is none"
         )
-    if where.min() < 0 or where.max() >= added:
-        unknown = np.flatnonzero((where < 0) | (where >= added))
-        raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
     return where, values

@@ -15,9 +15,12 @@ from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.drawing import Drawer, make_drawer
 from pipeline.buffer.transitions.limiter import Counts
+from pipeline.buffer.transitions.pool import Pool
+from pipeline.buffer.transitions.priorities import PriorityDrawer
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.buffer.transitions.writing import Written
 from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError, UsageError
@@ -31,6 +34,7 @@ from pipeline.replay.sampling import Sampler, Wanted
 from pipeline.replay.saving import Saver
 from pipeline.replay.saving_verbs import SavingVerbs
 from pipeline.replay.stepping import Stepping
+from pipeline.replay.write_back import WriteBackVerb
 from pipeline.store.files import FilesLike
 
 
@@ -56,14 +60,16 @@ class ReplayStatistics(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     """How many there have been."""
     open_episodes: int
+    not_kept: int = 0
+    """Rows that were added to a full buffer and were the first to go themselves; see the option ``remove``."""
     stale_updates: int
     """Priorities that came too late: their row had gone."""
     waiters: int
     row_bytes: int
 
 
-class ReplayBuffer(AddingVerbs, SavingVerbs):
-    """The newest ``capacity`` rows of fixed shape, to be sampled many times.
+class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
+    """``capacity`` rows of fixed shape, to be sampled many times: the newest, or as the option ``remove`` says.
 
     ::
 
@@ -94,7 +100,8 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
         self.gate = Gate()
         self._saver = Saver(self.options, self.gate, files)
         self._due = None if self._saver.store is None else Due(self.options, self._saver.store.folder.layout.stop_file)
-        self._use(self._parts(Ring(TransitionStorage(capacity))))
+        remove, storage = self.options.remove, TransitionStorage(capacity)
+        self._use(self._parts(Ring(storage) if remove.by == "fifo" else Pool(storage, remove)))
         if schema is not None:
             self._shape(schema)
         self._forked = False
@@ -113,14 +120,16 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
     def _parts(self, ring: Ring) -> Parts:
         """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
         drawer = make_drawer(ring, self.options.select, self.options.seed)
+        if isinstance(ring, Pool) and isinstance(drawer, PriorityDrawer):
+            ring.new_value = drawer.new_value
         rng = np.random.Generator(np.random.PCG64([self.options.seed, 0]))
         shared = SharedNextObs(ring, self.options.fields) if self.options.share_next_obs else None
-        return Parts(ring, drawer, Counts(self.options.limiter), rng, shared, Stepping())
+        return Parts(ring, drawer, Counts(self.options.limiter), rng, shared, Stepping(), Written(ring))
 
     def _use(self, parts: Parts) -> None:
         self._own = parts
         self.ring, self._drawer, self._counts, self._rng = parts.ring, parts.drawer, parts.counts, parts.rng
-        self.shared, self.stepping = parts.shared, parts.stepping
+        self.shared, self.stepping, self._written = parts.shared, parts.stepping, parts.written
         self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options, parts.shared)
 
     # -- sampling ----------------------------------------------------------------------------------------------
@@ -135,6 +144,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
         stack: int = 1,
         columns: Sequence[str] | None = None,
         hindsight: Hindsight | Mapping[str, Any] | None = None,
+        where: Any = None,
         timeout: float | None = DEFAULT,
     ) -> TransitionBatch:
         """Return ``count`` rows, or slices, as the option ``select`` says.
@@ -150,15 +160,22 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
                 episode's first row that is repeated.
             columns: only these.
             hindsight: give a share of the rows another goal, which their episode reached.
+            where: draw what meets a condition alone, in the same proportions as otherwise: ``{"reward": (">", 0.5),
+                "task": 3}``, in which every column of one number is compared with a number, by ``==``, ``!=``, ``<``,
+                ``<=``, ``>`` or ``>=``, with several by ``("in", [1, 2])`` or ``not in``, and with a list by each of
+                it; or a function whose parameters are columns; or a pair of a function and the names of its columns. A
+                function gets arrays [m, ...] of any rows, in any number, and returns [m] bool. ``#version``,
+                ``#episode`` and ``#place`` are columns here. Of slices, stacks and returns the drawn row is meant.
+                Without replacement, rows that do not meet it have had their turn in the epoch.
             timeout: seconds to wait for the limiter; by default the option of that name.
 
         Raises:
             ConfigError: what is asked can never be had.
-            Starved: nothing that is there could be drawn.
+            Starved: nothing that is there could be drawn, or meets the condition.
             TimedOut: the limiter lets nothing out now.
         """
         count = whole("count", count, 1, MOST_ROWS)
-        wanted = Wanted.of(n_step, gamma, slices, stack, columns, hindsight)
+        wanted = Wanted.of(n_step, gamma, slices, stack, columns, hindsight, where)
         with self.gate.lock:
             self._usable()
             self.wait_to_sample(count, timeout)
@@ -166,6 +183,18 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
             self._counts.sampled += len(batch)  # fewer at the end of an epoch
         self.gate.changed()
         return batch
+
+    def check_sample(self, count: int, **more: Any) -> None:
+        """Refuse arguments that :meth:`sample` would refuse, and draw nothing.
+
+        Raises:
+            ConfigError: what is asked can never be had.
+        """
+        wanted = Wanted.of(**{"n_step": 1, "gamma": None, "slices": None, "stack": 1, "columns": None, **more})
+        with self.gate.lock:
+            self._usable()
+            self.options.check_batch(whole("count", count, 1, MOST_ROWS))
+            self._sampler.check(wanted)
 
     def update_priorities(self, keys: ArrayLike, priorities: Any) -> Updated:
         """Set the priorities of rows, all or none of them.
@@ -179,7 +208,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
         """
         with self.gate.lock:
             self._usable()
-            where, values = priorities_of(keys, priorities, self.ring.added)
+            where, values = priorities_of(keys, priorities, self.ring.keys_end, -int(self.ring.scattered))
             applied = self.ring.alive(where)
             if np.count_nonzero(applied) == len(where):
                 self._drawer.update(where, values)
@@ -244,12 +273,14 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
         """Forget every row, and the columns: others may be added then. Keys are not used again."""
         with self.gate.lock:
             self._usable()
+            self.ring.about_to_change(self.ring.keys())  # a generation that is being written wants them
             self.ring.clear()
             self.ring.storage.forget()
             self.stepping.reset()
             if self.shared is not None:
                 self.shared.forget()
             self._drawer.clear()
+            self._written.clear()
         self.gate.changed()
 
     def statistics(self) -> ReplayStatistics:
@@ -262,6 +293,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs):
                 sampled=self._counts.sampled,
                 episodes=self.ring.episodes.next,
                 open_episodes=len(self.ring.episodes.open()),
+                not_kept=self.ring.not_kept,
                 stale_updates=self._saver.stale_updates,
                 waiters=self.gate.waiters,
                 row_bytes=self.ring.storage.row_bytes,

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from pipeline.buffer.transitions.batch import TransitionBatch
-from pipeline.buffer.transitions.drawing import EpochDrawer
+from pipeline.buffer.transitions.epochs import EpochDrawer
 from pipeline.errors import ConfigError, UsageError
 from pipeline.replay.arguments import whole
 from pipeline.replay.buffer import ReplayBuffer

@@ -12,6 +12,7 @@ from pipeline.buffer.transitions.blocks import encode_block, rows_of_block
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.replay.gate import Gate
 from pipeline.replay.state import BufferState
+from pipeline.store.segments import Block
 
 
 class Piece(NamedTuple):
@@ -43,6 +44,11 @@ class Job:
         self._ready: deque[Piece] = deque()
         if self._next < self._end:
             ring.before_overwriting = self._hand_over
+
+    def kept(self, blocks: list[Block]) -> list[Block]:
+        """Return those of the blocks on the disk that the generation needs."""
+        oldest = self.state.added - self.state.size
+        return [block for block in blocks if block.first + block.count > oldest]
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every row that is not on the disk, oldest first. Blocks, and belongs to one thread."""

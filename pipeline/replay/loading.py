@@ -11,12 +11,14 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block, take_back
 from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.errors import Damaged, UsageError
 from pipeline.replay.ahead import ahead
+from pipeline.replay.parts import check_kind
+from pipeline.replay.pooling import read_rows, take_places
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, decode_state
 from pipeline.store.files import open_plain
 from pipeline.store.layout import Layout
@@ -36,10 +38,8 @@ class Read(NamedTuple):
     ring: Ring
 
 
-def read(
-    layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], capacity: int, schema: Schema | None
-) -> Read:
-    """Read and check a generation, its rows into a ring of ``capacity`` of its own.
+def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], like: Ring) -> Read:
+    """Read and check a generation, its rows into a ring of its own, which is like another one.
 
     Raises:
         Damaged: something is missing or was changed; the message names file and byte.
@@ -50,27 +50,38 @@ def read(
     path = os.path.join(stored.folder, STATE_FILE)
     with open_plain(path) as file:
         state, unknown = decode_state(file.read(), path)
+    check_kind(state, like, path)
+    schema = like.storage.schema
     if schema is not None and state.schema is not None and schema != state.schema:
         raise UsageError(
             f"{path}: the rows have the columns {', '.join(map(str, state.schema.columns))}; this buffer has "
             f"{', '.join(map(str, schema.columns))}. Build it without schema=, or with that one"
         )
-    ring = Ring(TransitionStorage(capacity, state.schema))
+    values = _read_values(stored)
+    ring = like.like(state.schema)
     ring.restore(state.added, state.size, state.cut_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
-    blocks = _read_blocks(os.path.join(stored.folder, BLOCKS_FILE), state)
-    if state.schema is not None:
-        _read_rows(PayloadReader(layout, run_tag), ring, state.schema, blocks, layout)
-        try:
+    blocks = _read_blocks(os.path.join(stored.folder, BLOCKS_FILE), None if ring.scattered else state)
+    reader = PayloadReader(layout, run_tag)
+    try:
+        if isinstance(ring, Pool):
+            take_places(ring, state, values)
+            if state.schema is not None:
+                read_rows(reader, ring, state.schema, blocks, layout)
+        elif state.schema is not None:
+            _read_rows(reader, ring, state.schema, blocks, layout)
+        if state.schema is not None:
             ring.relink()
-        except (IndexError, ValueError, MemoryError) as error:
-            raise Damaged(f"{path}: the rows do not fit together ({error})") from None
-    return Read(stored, state, unknown, blocks, _read_values(stored), states, ring)
+    except (LookupError, ValueError, MemoryError) as error:
+        raise Damaged(f"{path}: the rows do not fit together ({error})") from None
+    return Read(stored, state, unknown, blocks, values, states, ring)
 
 
-def _read_blocks(path: str, state: BufferState) -> list[Block]:
-    """Return the places of all rows, of which none may be missing."""
+def _read_blocks(path: str, state: BufferState | None) -> list[Block]:
+    """Return the places of all rows, of which, by ``state``, none may be missing."""
     blocks = read_blocks(path)
+    if state is None:
+        return blocks
     expected = state.added - state.size
     for block in blocks:
         if (

@@ -11,10 +11,12 @@ from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
+from pipeline.buffer.transitions.writing import Written
 from pipeline.config import ReplayOptions
 from pipeline.errors import UsageError
 from pipeline.replay.state import BufferState, generator_state, set_generator
 from pipeline.replay.stepping import Stepping
+from pipeline.replay.write_back import saved
 
 
 class Parts(NamedTuple):
@@ -26,6 +28,7 @@ class Parts(NamedTuple):
     rng: np.random.Generator
     shared: SharedNextObs | None
     stepping: Stepping
+    written: Written
 
 
 def tag_of(options: ReplayOptions) -> str:
@@ -44,7 +47,7 @@ def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> Buffer
         size=ring.size,
         next_episode=ring.episodes.next,
         open_episodes=ring.episodes.state(),
-        cut_keys=[key for key in ring.cut_keys if key >= ring.oldest],
+        cut_keys=[key for key in ring.cut_keys if ring.alive(np.array([key]))[0]],
         stale_updates=stale_updates,
         limiter=parts.counts.state(),
         generator=generator_state(parts.rng),
@@ -52,6 +55,9 @@ def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> Buffer
         selector=parts.drawer.state(),
         awaiting_reset=parts.stepping.state(),
         next_obs_columns=None if parts.shared is None else parts.shared.columns(),
+        written_columns=parts.written.columns(),
+        remove=options.remove.by,
+        pool=ring.numbers(),
     )
 
 
@@ -63,7 +69,24 @@ def values_of(parts: Parts) -> dict[str, np.ndarray]:
         values["next_obs.keys"] = keys
         # By their number: a column's name may be none for a file.
         values |= {f"next_obs.{number}": each for number, each in enumerate(arrays.values())}
+    for number, (_, keys, written) in enumerate(parts.written.state()):
+        values |= {f"written.{number}.keys": keys, f"written.{number}.values": written}
+    values |= {f"pool.{name}": each for name, each in parts.ring.places().items()}
     return {f"{name}.{each.dtype.name}": each for name, each in values.items()}
+
+
+def check_kind(state: BufferState, ring: Ring, where: str) -> None:
+    """Compare how rows lay with how they are to lie.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if (state.remove != "fifo") != ring.scattered:
+        raise UsageError(f"{where}: was saved with remove={state.remove!r}; build the buffer with that")
+    if ring.scattered and state.capacity != ring.capacity:
+        raise UsageError(
+            f"{where}: was saved with capacity={state.capacity}; where not the oldest rows go first, build with that"
+        )
 
 
 def check_sharing(state: BufferState, options: ReplayOptions, where: str) -> None:
@@ -85,6 +108,8 @@ def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Ma
         LookupError, TypeError, ValueError, AttributeError: it does not fit together.
     """
     plain = {name.rpartition(".")[0]: each for name, each in values.items()}
+    # First, as selections may look at columns.
+    parts.written.load(saved(_of_part(plain, "written"), state.written_columns, parts.ring.storage.schema))
     if state.generator:
         set_generator(parts.rng, state.generator)
     if state.limiter:

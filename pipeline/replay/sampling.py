@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.columns import Arrays
-from pipeline.buffer.transitions.drawing import Drawer
+from pipeline.buffer.transitions.drawing import Drawer, Starts
 from pipeline.buffer.transitions.following import Needs, check_reward, n_step_returns, slice_keys, stacked, stacked_next
 from pipeline.buffer.transitions.layout import RowLayout
 from pipeline.buffer.transitions.ring import Ring
@@ -20,6 +20,7 @@ from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError
 from pipeline.replay.arguments import whole
 from pipeline.replay.hindsight import Relabelling
+from pipeline.replay.where import Matching, Where
 
 Ints = np.ndarray
 
@@ -33,6 +34,7 @@ class Wanted(NamedTuple):
     stack: int = 1
     columns: tuple[str, ...] | None = None
     hindsight: Hindsight | None = None
+    where: Where | None = None
 
     @classmethod
     def of(
@@ -43,13 +45,15 @@ class Wanted(NamedTuple):
         stack: int,
         columns: Sequence[str] | None,
         hindsight: Hindsight | Mapping[str, Any] | None = None,
+        where: Any = None,
     ) -> Wanted:
         """Check what is asked for.
 
         Raises:
             ConfigError: it contradicts itself.
         """
-        if (n_step, stack) == (1, 1) and gamma is None and slices is None and columns is None and hindsight is None:
+        given = (gamma, slices, columns, hindsight, where)
+        if (n_step, stack) == (1, 1) and all(each is None for each in given):
             return _PLAIN
         n_step, stack = whole("n_step", n_step, 1, MOST_ROWS), whole("stack", stack, 1, MOST_ROWS)
         if gamma is None and n_step > 1:
@@ -69,7 +73,7 @@ class Wanted(NamedTuple):
                 option="hindsight",
             )
         her = None if hindsight is None else Hindsight.of(hindsight)
-        return cls(n_step, gamma, wanted, stack, _names(columns), her)
+        return cls(n_step, gamma, wanted, stack, _names(columns), her, Where.of(where))
 
 
 def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -113,6 +117,16 @@ class Sampler:
             return self._slices(keys, weights, wanted, wanted.slices)
         return self._rows(keys, weights, wanted)
 
+    def check(self, wanted: Wanted) -> None:
+        """Refuse what can never be had, before anything is drawn.
+
+        Raises:
+            ConfigError: it never can.
+        """
+        if wanted is not _PLAIN:
+            self._check(wanted)
+            self._columns(wanted)
+
     @property
     def _layout(self) -> RowLayout:
         """Where the columns that are given out lie."""
@@ -124,7 +138,11 @@ class Sampler:
         weights = self._drawer.weights(keys)
         return None if weights is None else weights.astype(np.float32)
 
-    def _starts(self, wanted: Wanted) -> Needs | None:
+    def _starts(self, wanted: Wanted) -> Starts | None:
+        needs = self._needed(wanted)
+        return needs if wanted.where is None else Matching(self._ring, wanted.where, self._column, needs)
+
+    def _needed(self, wanted: Wanted) -> Needs | None:
         if wanted.slices is None and wanted.stack == 1:
             return None
         key = (wanted.slices, wanted.stack)
@@ -136,6 +154,8 @@ class Sampler:
 
     def _check(self, wanted: Wanted) -> None:
         ring, fields = self._ring, self._options.fields
+        if ring.scattered:
+            self._check_alone(wanted)
         if wanted.slices is not None:
             wanted.slices.check(ring.capacity)
         for option, value in (("n_step", wanted.n_step), ("stack", wanted.stack)):
@@ -146,8 +166,25 @@ class Sampler:
             check_reward(ring, fields.reward)
         if wanted.hindsight is not None:
             Relabelling.of(wanted.hindsight, layout, fields)  # before anything is drawn
+        if wanted.where is not None:
+            wanted.where.check(layout)
+            Matching(ring, wanted.where, self._column, None).mask(ring.keys()[:1])  # before anything is drawn
         if wanted.stack > 1 and not _group(layout, fields.obs):
             layout.column(fields.obs)
+
+    def _check_alone(self, wanted: Wanted) -> None:
+        asked = {
+            "slices": wanted.slices is not None,
+            "n_step": wanted.n_step > 1,
+            "stack": wanted.stack > 1,
+            "hindsight": wanted.hindsight is not None,
+        }
+        for option in (name for name, is_ in asked.items() if is_):
+            raise ConfigError(
+                f"{option}: it is made of rows that follow each other, and with "
+                f"remove={self._options.remove.by!r} none knows its neighbours; build the buffer with remove='fifo'",
+                option=option,
+            )
 
     def _columns(self, wanted: Wanted) -> tuple[str, ...] | None:
         """Return the names of the columns that are wanted, a group as all of its own; None: all."""

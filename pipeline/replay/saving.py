@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import choose, with_offer
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
@@ -16,6 +17,7 @@ from pipeline.replay.gate import Gate
 from pipeline.replay.job import Job
 from pipeline.replay.loading import Read, read
 from pipeline.replay.parts import Parts, check_sharing, restore, state_of, tag_of, values_of
+from pipeline.replay.pooling import PoolJob, assign_places
 from pipeline.replay.store import Generation, ReplayStore, Saving
 from pipeline.store.files import FilesLike
 
@@ -70,13 +72,7 @@ class Saver:
         self.finish()
         with self._gate.lock:  # what is attached may draw from the buffer: both are of one moment
             states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
-            job = Job(
-                parts.ring,
-                self._gate,
-                state_of(parts, self._options, self.stale_updates),
-                values_of(parts),
-                self._first(parts.ring),
-            )
+            job = self._job(parts)
         try:
             generation = store.begin(step, states, list(self.attached))
         except BaseException:
@@ -88,7 +84,7 @@ class Saver:
         self._thread.start()
         return generation.saving
 
-    def _write(self, store: ReplayStore, generation: Generation, job: Job) -> None:
+    def _write(self, store: ReplayStore, generation: Generation, job: Job | PoolJob) -> None:
         try:
             store.commit(generation, job, self._unknown)
         except BaseException as error:
@@ -115,8 +111,14 @@ class Saver:
             if saving.error is not None and not saving.told:
                 raise saving.error
 
-    def _job(self, parts: Parts) -> Job:
+    def _job(self, parts: Parts) -> Job | PoolJob:
         """Capture everything as of now; the caller has the buffer's lock."""
+        assert self.store is not None
+        parts.written.captured = parts.ring.added
+        if isinstance(parts.ring, Pool):
+            kept, slots = assign_places(parts.ring, self.store.blocks)
+            state = state_of(parts, self._options, self.stale_updates)
+            return PoolJob(parts.ring, self._gate, state, values_of(parts), kept, slots)
         state = state_of(parts, self._options, self.stale_updates)
         return Job(parts.ring, self._gate, state, values_of(parts), self._first(parts.ring))
 
@@ -146,7 +148,7 @@ class Saver:
         stored = choose(found, step, store.folder.layout.directory)
         layout, tag = store.folder.layout, store.folder.tag
         try:
-            found_there = read(layout, tag, stored, list(self.attached), ring.capacity, ring.storage.schema)
+            found_there = read(layout, tag, stored, list(self.attached), ring)
         except Damaged as error:
             raise with_offer(error, stored, found) from None
         check_sharing(found_there.state, self._options, stored.folder)
@@ -183,13 +185,7 @@ class Saver:
             generation = store.begin(manifest.step, (), list(self.attached))
             generation.link(found.stored)
             with self._gate.lock:
-                job = Job(
-                    parts.ring,
-                    self._gate,
-                    state_of(parts, self._options, self.stale_updates),
-                    values_of(parts),
-                    self._first(parts.ring),
-                )
+                job = self._job(parts)
             store.commit(generation, job, self._unknown)
         return ReplayResumed(manifest.step, store.parent, parts.ring.size)
 

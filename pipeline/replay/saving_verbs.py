@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, take_back
+from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config import ReplayOptions
-from pipeline.errors import ConfigError, ForebayError
+from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
-from pipeline.replay.parts import Parts, check_sharing, restore, state_of, values_of
+from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, state_of, values_of
+from pipeline.replay.pooling import take_places
 from pipeline.replay.saving import ReplayResumed, Saver
 from pipeline.replay.state import BufferState
 from pipeline.replay.store import Saving
@@ -159,10 +160,17 @@ class SavingVerbs:
         try:
             state = msgspec.convert(given["state"], BufferState)
             check_sharing(state, self.options, "the state")
-            ring = Ring(TransitionStorage(self.options.capacity, state.schema))
+            check_kind(state, self.ring, "the state")
+            ring = self.ring.like(state.schema)
             ring.restore(state.added, state.size, state.cut_keys)
             ring.episodes.load(state.open_episodes, state.next_episode)
-            if state.schema is not None:
+            if isinstance(ring, Pool):
+                take_places(ring, state, given["values"])
+            if isinstance(ring, Pool) and state.schema is not None:
+                ring.at[:] = -1  # nothing of it is on the disk
+                ring.storage.write(ring.slots(ring.keys()), dict(given["rows"]))
+                ring.relink()
+            elif state.schema is not None:
                 take_back(ring, state.added - state.size, state.size, dict(given["rows"]))
                 ring.relink()
             parts = self._parts(ring)
@@ -173,6 +181,46 @@ class SavingVerbs:
             raise ConfigError(f"state: no state of a replay buffer ({error!r})", option="state") from None
         self._saver.stale_updates = state.stale_updates
         return parts
+
+    def sampling_state(self) -> dict[str, Any]:
+        """Return what the next draws depend on beside the rows, for another object to save: plain values and
+        arrays."""
+        with self.gate.lock:
+            self._usable()
+            state = state_of(self._own, self.options, self._saver.stale_updates)
+            values = {
+                name: np.array(each) for name, each in values_of(self._own).items() if name.startswith("selector.")
+            }
+            return {"state": msgspec.to_builtins(state), "values": values}
+
+    def sampling_parts(self, given: Mapping[str, Any]) -> Parts:
+        """Return parts of this buffer's rows that go on as :meth:`sampling_state` says, for :meth:`use_parts`.
+
+        Raises:
+            UsageError: the rows are others.
+            LookupError, TypeError, ValueError, AttributeError: it is no such state.
+        """
+        with self.gate.lock:
+            self._usable()
+            state = msgspec.convert(given["state"], BufferState)
+            held = state_of(self._own, self.options, 0)
+            for name in ("columns", "capacity", "added", "size", "remove", "selection"):
+                now, then = getattr(held, name), getattr(state, name)
+                if now != then:
+                    raise UsageError(f"the buffer holds other rows than it did: {name} is {now} now, and was {then}")
+            # What belongs to the rows stays as it is, with them.
+            state = msgspec.structs.replace(state, written_columns=[], next_obs_columns=None)
+            parts = self._parts(self.ring)
+            restore(parts, self.options, state, given["values"])
+            own = self._own
+            return parts._replace(shared=own.shared, stepping=own.stepping, written=own.written)
+
+    def use_parts(self, parts: Parts) -> None:
+        """Go on with what :meth:`sampling_parts` gave."""
+        with self.gate.lock:
+            self._usable()
+            self._use(parts)
+        self.gate.changed()
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -40,6 +40,14 @@ class BufferState(msgspec.Struct, kw_only=True):
     """Environments whose next step is their reset."""
     next_obs_columns: list[Column] | None = None
     """Of the next observations that are kept aside; None: each row holds its own."""
+    written_columns: list[str] = []
+    """Columns that were changed in rows after these had been written. Those of number i are the values
+    ``written.i.keys`` and ``written.i.values``, which count instead of what blocks hold."""
+    remove: str = "fifo"
+    """Which rows go first."""
+    pool: list[int] = []
+    """Where another than the oldest goes first: the least key of a slot that is empty, less the slot; the end of keys;
+    how many rows were not kept; the next place on the disk."""
 
     @property
     def schema(self) -> Schema | None:

@@ -23,6 +23,7 @@ from pipeline.observe import events
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.ahead import ahead
 from pipeline.replay.job import Job, Piece
+from pipeline.replay.pooling import PoolJob
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, encode_state
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.segments import Block
@@ -162,7 +163,7 @@ class ReplayStore:
         """Go on from a generation."""
         self.parent, self.blocks = stored.manifest.generation, blocks
 
-    def commit(self, generation: Generation, job: Job, unknown: dict[str, Any]) -> Stored:
+    def commit(self, generation: Generation, job: Job | PoolJob, unknown: dict[str, Any]) -> Stored:
         """Write the rows that are new, and commit.
 
         Raises:
@@ -194,13 +195,13 @@ class ReplayStore:
         return stored
 
     def _commit(
-        self, generation: Generation, job: Job, unknown: dict[str, Any]
+        self, generation: Generation, job: Job | PoolJob, unknown: dict[str, Any]
     ) -> tuple[Stored, dict[tuple[int, int, int], int], int, list[Block]]:
         writer = self._open_writer()
-        oldest = job.state.added - job.state.size
-        blocks = [block for block in self.blocks if block.first + block.count > oldest]
+        blocks = job.kept(self.blocks)
         with contextlib.closing(ahead(job.pieces())) as pieces:  # copied while the one before is written
             blocks += [self._write_piece(writer, piece) for piece in pieces]
+        blocks.sort(key=lambda block: block.first)
         position, written = writer.sync()
         live: dict[tuple[int, int, int], int] = {}
         for block in blocks:

@@ -51,9 +51,9 @@ class DeadSegments:
         Raises:
             FileNotFoundError: it is not there.
         """
+        path = self.path(key)
+        size = os.path.getsize(path)  # it may be gone since it was looked at
         if key not in self._bytes:
-            path = self.path(key)
-            size = os.path.getsize(path)
             later = self._layout.segment(key[0], key[1], key[2] + 2)
             if not os.path.lexists(later):  # what is older was sealed and synced before the next but one was begun
                 size = min(size, whole_bytes(path, run_tag))  # padding alone may be missing at its end

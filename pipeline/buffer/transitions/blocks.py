@@ -15,6 +15,7 @@ import torch
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.storage import Slots
 from pipeline.errors import Damaged
 from pipeline.store.codec import dtype_name, read_bytes
 
@@ -30,6 +31,13 @@ def rows_of_block(ring: Ring) -> int:
 
 def encode_block(ring: Ring, first: int, count: int) -> memoryview:
     """Return the rows of ``count`` keys from ``first`` on, which must be there, as a blob that is the caller's."""
+    slots = np.arange(first, first + count) % ring.capacity
+    whole = slots[0] + count <= ring.capacity
+    return encode_rows(ring, slice(int(slots[0]), int(slots[0]) + count) if whole else slots, count)
+
+
+def encode_rows(ring: Ring, slots: Slots, count: int) -> memoryview:
+    """Return the rows in ``count`` slots as a blob that is the caller's."""
     layout = ring.storage.layout
     assert layout is not None
     parts = [(column.name, column.bits, column.shape, _name(column)) for column in layout.schema.columns]
@@ -47,13 +55,9 @@ def encode_block(ring: Ring, first: int, count: int) -> memoryview:
     blob = np.empty(8 + len(text) + offset, np.uint8)
     blob[: 8 + len(text)] = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     at = 8 + len(text)
-    slots = np.arange(first, first + count) % ring.capacity
-    whole = slots[0] + count <= ring.capacity
     for name, bits, shape, _ in parts:
         size = count * bits.itemsize * int(np.prod(shape, dtype=np.int64))
-        view = ring.storage.view(name)
-        rows = view[slots[0] : slots[0] + count] if whole else view[slots]
-        blob[at : at + size].view(bits).reshape(count, *shape)[...] = rows
+        blob[at : at + size].view(bits).reshape(count, *shape)[...] = ring.storage.view(name)[slots]
         at += size
     return memoryview(blob.data)
 

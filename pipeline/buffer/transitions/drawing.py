@@ -8,12 +8,15 @@ import numpy as np
 
 from pipeline.buffer.transitions.layout import VERSION
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.config import Ordered, Selection, Uniform, WithoutReplacement
+from pipeline.buffer.transitions.uses import Uses
+from pipeline.buffer.transitions.windows import Window
+from pipeline.config import Ordered, Prioritized, Selection, Uniform, WithoutReplacement
 from pipeline.errors import ConfigError, Starved
 
 Ints = np.ndarray
 Floats = np.ndarray
-_ROUNDS = 4  # of drawing again what is no start, before the starts are listed
+ROUNDS = 4
+"""How often what cannot be drawn is drawn again, before all that can be is listed."""
 
 
 class Starts(Protocol):
@@ -46,7 +49,7 @@ class Drawer:
         keys = self._any(rng, count)
         if starts is None:
             return keys
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             wrong = np.flatnonzero(~starts.mask(keys))
             if not len(wrong):
                 return keys
@@ -63,7 +66,10 @@ class Drawer:
         """Draw out of ``keys`` alone."""
         mass = np.cumsum(self.mass(keys))
         if not len(keys) or not mass[-1] > 0:
-            raise Starved("no row that could be drawn begins a sequence as long as asked; add rows, or ask for less")
+            raise Starved(
+                "nothing that could be drawn is as it was asked for: no row begins a sequence so long, or meets the "
+                "condition; add rows, or ask for less"
+            )
         last = np.nextafter(mass[-1], 0)
         found: Ints = keys[np.searchsorted(mass, np.minimum(rng.random(count) * mass[-1], last), side="right")]
         return found
@@ -75,6 +81,16 @@ class Drawer:
     def weights(self, keys: Ints) -> Floats | None:
         """Return the importance weight of drawn keys, float64; None where all are alike."""
         return None
+
+    takes_priorities = False
+    """Whether priorities play a part."""
+
+    def check_priorities(self, priorities: Floats) -> None:
+        """Refuse priorities that :meth:`update` would refuse.
+
+        Raises:
+            ConfigError: they are too large.
+        """
 
     def update(self, keys: Ints, priorities: Floats) -> None:
         """Take in priorities that were checked, of keys whose rows are there.
@@ -104,17 +120,46 @@ class UniformDrawer(Drawer):
 
     def __init__(self, ring: Ring, options: Uniform) -> None:
         super().__init__(ring)
-        self._window = options.window
+        self._window = Window.of(ring, options)
 
     def _any(self, rng: np.random.Generator, count: int) -> Ints:
         ring = self.ring
-        size = ring.size if self._window is None else min(ring.size, self._window)
-        return rng.integers(ring.added - size, ring.added, count)
+        if ring.scattered:
+            return ring.key_at(rng.integers(0, ring.size, count))
+        return rng.integers(
+            *(ring.added - ring.size, ring.added) if self._window is None else self._window.bounds(), count
+        )
+
+    def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
+        if self._window is None or self._window.whole:
+            return super().draw(rng, count, starts)
+        return super().draw(rng, count, _Both(self._window, starts))
 
     def mass(self, keys: Ints) -> Floats:
-        if self._window is None:
-            return np.ones(len(keys))
-        return (keys >= self.ring.added - self._window).astype(np.float64)
+        return np.ones(len(keys)) if self._window is None else self._window.holds(keys).astype(np.float64)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._window is None else self._window.state()
+
+    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        if self._window is not None:
+            self._window.load(state)
+
+
+class _Both:
+    """Starts that lie in a window."""
+
+    def __init__(self, window: Window, starts: Starts | None) -> None:
+        self._window, self._starts = window, starts
+
+    def mask(self, keys: Ints) -> Ints:
+        held = self._window.holds(keys)
+        return held if self._starts is None else held & self._starts.mask(keys)
+
+    def all(self) -> Ints:
+        keys = np.arange(*self._window.bounds()) if self._starts is None else self._starts.all()
+        held: Ints = keys[self._window.holds(keys)]
+        return held
 
 
 class OrderedDrawer(Drawer):
@@ -123,9 +168,32 @@ class OrderedDrawer(Drawer):
     def __init__(self, ring: Ring, options: Ordered) -> None:
         super().__init__(ring)
         self._options = options
+        self._uses = None if options.uses is None else Uses(ring, options.uses)
+
+    def added(self, first: int, count: int) -> None:
+        if self._uses is not None:
+            self._uses.added(first, count)
 
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
         keys = self.ring.keys() if starts is None else starts.all()
+        if self._uses is None:
+            return self._first(keys, count)
+        drawn = self._first(keys[self._uses.left(keys) > 0], count)
+        self._uses.take(drawn)
+        return drawn
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {} if self._uses is None else {"used": self._uses.values()}
+
+    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        if self._uses is not None:
+            self._uses.load(arrays.get("used"))
+
+    def clear(self) -> None:
+        if self._uses is not None:
+            self._uses.clear()
+
+    def _first(self, keys: Ints, count: int) -> Ints:
         if count > len(keys):
             raise Starved(f"{count} rows were asked for in order, and {len(keys)} are there; add rows, or ask for less")
         by = self._options.by
@@ -135,7 +203,7 @@ class OrderedDrawer(Drawer):
         if by in ("freshest", "max"):
             values = -values if values.dtype.kind == "f" else ~values  # exact, where -values of whole numbers is not
         # Of equals the oldest is first, as a stable order has it; what is no number comes last.
-        first: Ints = keys[np.lexsort((keys, values))[:count]]
+        first: Ints = keys[np.argsort(values, kind="stable")[:count]]
         return first
 
     def _values(self, keys: Ints) -> np.ndarray:
@@ -149,102 +217,17 @@ class OrderedDrawer(Drawer):
         return self.ring.mark(field, keys)
 
 
-class EpochDrawer(Drawer):
-    """Each row once in an epoch."""
-
-    def __init__(self, ring: Ring, options: WithoutReplacement, seed: int) -> None:
-        super().__init__(ring)
-        self.last, self._seed = options.last, seed
-        self.epoch, self.cursor, self.skipped = -1, 0, 0
-        self._base = 0
-        self._order: Ints = np.empty(0, np.int64)
-
-    def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
-        if count > self.ring.size and self.last != "keep":
-            raise self._starved(count)
-        before = (self.epoch, self.cursor, self.skipped, self._base, self._order)
-        try:
-            return self._draw(count, starts)
-        except Starved:
-            self.epoch, self.cursor, self.skipped, self._base, self._order = before
-            raise
-
-    def _draw(self, count: int, starts: Starts | None) -> Ints:
-        drawn: list[Ints] = []
-        missing, begun = count, False
-        while missing:
-            keys = self._next(missing, starts)
-            drawn.append(keys)
-            missing -= len(keys)
-            if not missing or (self.last == "keep" and missing < count and self.at_end):
-                break
-            if not self.at_end:
-                continue
-            if begun:  # a whole epoch is not enough
-                raise self._starved(count)
-            if self.last == "drop":
-                drawn, missing = [], count
-            self._begin()
-            begun = True
-        return np.concatenate(drawn)
-
-    def _starved(self, count: int) -> Starved:
-        return Starved(
-            f"{count} were asked for without replacement, and of the {self.ring.size} rows that are there fewer can be "
-            "drawn; add rows, or ask for less"
-        )
-
-    @property
-    def left(self) -> int:
-        """How many rows of the epoch were not drawn; some may have gone."""
-        return len(self._order) - self.cursor
-
-    @property
-    def at_end(self) -> bool:
-        """Whether the epoch has nothing left."""
-        return self.cursor >= len(self._order)
-
-    def _next(self, most: int, starts: Starts | None) -> Ints:
-        keys = self._order[self.cursor : self.cursor + most] + self._base
-        self.cursor += len(keys)
-        there = self.ring.alive(keys)
-        self.skipped += int((~there).sum())
-        keys = keys[there]
-        kept: Ints = keys if starts is None else keys[starts.mask(keys)]
-        return kept
-
-    def _begin(self) -> None:
-        self.epoch += 1
-        self.cursor, self._base = 0, self.ring.oldest
-        self._order = self._permutation(self.ring.size)
-
-    def _permutation(self, size: int) -> Ints:
-        order: Ints = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(size)
-        return order
-
-    def state(self) -> dict[str, Any]:
-        names = ("epoch", "cursor", "skipped")
-        return {name: getattr(self, name) for name in names} | {"base": self._base, "rows": len(self._order)}
-
-    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        if not state:
-            return
-        self.epoch, self.cursor, self.skipped = state["epoch"], state["cursor"], state["skipped"]
-        self._base = state["base"]
-        self._order = self._permutation(state["rows"]) if self.epoch >= 0 else np.empty(0, np.int64)
-
-    def clear(self) -> None:
-        self.cursor, self._order = 0, np.empty(0, np.int64)
-
-
 def make_drawer(ring: Ring, options: Selection, seed: int) -> Drawer:
     """Return the drawer for a selection."""
+    from pipeline.buffer.transitions.ageing import AgeingDrawer
+    from pipeline.buffer.transitions.consuming import ConsumingDrawer
+    from pipeline.buffer.transitions.epochs import EpochDrawer
     from pipeline.buffer.transitions.priorities import PriorityDrawer
 
     if isinstance(options, Uniform):
-        return UniformDrawer(ring, options)
+        return UniformDrawer(ring, options) if options.uses is None else ConsumingDrawer(ring, options)
     if isinstance(options, WithoutReplacement):
         return EpochDrawer(ring, options, seed)
     if isinstance(options, Ordered):
         return OrderedDrawer(ring, options)
-    return PriorityDrawer(ring, options)
+    return PriorityDrawer(ring, options) if isinstance(options, Prioritized) else AgeingDrawer(ring, options)

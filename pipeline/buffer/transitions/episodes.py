@@ -95,6 +95,19 @@ class Lengths:
         self._first[at[new]] = key + new  # of rows of one episode, the last that is written counts: the oldest
         self._length[at] = places + 1  # and here the newest
 
+    def set_first(self, episode: int, key: int) -> None:
+        """Tell the key of an episode's first row, which is gone."""
+        self._first[episode - self.base] = key
+
+    def rebuild(self, episodes: Ints, places: Ints, keys: Ints) -> None:
+        """Begin anew with rows [n] that are there, oldest first; the first row of an episode may be gone."""
+        self.base = int(episodes.min())
+        count = int(episodes.max()) - self.base + 1
+        self._length, self._first = np.zeros(max(64, count), np.int32), np.zeros(max(64, count), np.int64)
+        np.maximum.at(self._length, episodes - self.base, places + 1)
+        self._first[episodes[::-1] - self.base] = keys[::-1]
+        self._end = count
+
     @property
     def held(self) -> int:
         """How many episodes are remembered."""

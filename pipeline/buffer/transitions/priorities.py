@@ -43,6 +43,9 @@ class PriorityDrawer(Drawer):
     def _settle(self) -> None:
         """Give the rows that are new their priority: nothing has changed since they came."""
         ring = self.ring
+        if ring.scattered:
+            self._settle_slots()
+            return
         first = max(self._pending, ring.oldest)
         count = ring.added - first
         self._pending = ring.added
@@ -54,6 +57,24 @@ class PriorityDrawer(Drawer):
         room = min(ring.capacity - begin, count)
         self.tree.fill(begin, begin + room, value)
         self.tree.fill(0, count - room, value)
+
+    def _settle_slots(self) -> None:
+        """As :meth:`_settle`, where new rows lie in any slots."""
+        first, self._pending = self._pending, self.ring.added
+        if first < self.ring.added:
+            value = self._new()
+            self._ever = max(self._ever, value)
+            self._set(self.ring.slots(self.ring.newest(first, self.ring.added - first)), value)
+
+    def _set(self, slots: Ints, values: Floats | float) -> None:
+        held = np.broadcast_to(np.asarray(values, np.float64), slots.shape)
+        self.tree.set(slots, held)
+        self.ring.revalued(slots, self.tree.values[slots])
+
+    def new_value(self) -> float:
+        """Return the value that a row gets which is added now."""
+        self._settle()
+        return self._new()
 
     def _new(self) -> float:
         """The value of a new row: its priority to the power of alpha."""
@@ -110,11 +131,16 @@ class PriorityDrawer(Drawer):
         weights: Floats = (least / values) ** exponent
         return weights
 
+    takes_priorities = True
+
+    def check_priorities(self, priorities: Floats) -> None:
+        self._powers("priorities", priorities)
+
     def update(self, keys: Ints, priorities: Floats) -> None:
         self._settle()
         values = self._powers("priorities", priorities)
         self._ever = max(self._ever, float(values.max(initial=0.0)))
-        self.tree.set(self.ring.slots(keys), values)
+        self._set(self.ring.slots(keys), values)
 
     def state(self) -> dict[str, Any]:
         self._settle()
@@ -122,6 +148,8 @@ class PriorityDrawer(Drawer):
 
     def arrays(self) -> dict[str, np.ndarray]:
         self._settle()
+        if self.ring.scattered:
+            return {"priorities": self.tree.values[self.ring.slots(self.ring.keys())]}
         begin, end = self.ring.oldest % self.ring.capacity, self.ring.size
         values, room = self.tree.values, self.ring.capacity - begin
         return {"priorities": np.concatenate([values[begin : begin + end], values[: max(0, end - room)]])}
@@ -133,6 +161,10 @@ class PriorityDrawer(Drawer):
             return
         self.batches, self._ever = int(state["batches"]), float(state["ever"])
         self._pending = self.ring.added
+        if self.ring.scattered:
+            if self.ring.size:
+                self._set(self.ring.slots(self.ring.keys()), arrays["priorities"])
+            return
         values = arrays["priorities"][-self.ring.size :] if self.ring.size else np.empty(0)
         begin = self.ring.oldest % self.ring.capacity
         room = min(self.ring.capacity - begin, len(values))

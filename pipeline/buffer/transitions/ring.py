@@ -6,12 +6,12 @@ whether its row is still there, and nothing is kept for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Arrays
+from pipeline.buffer.transitions.columns import Arrays, Schema
 from pipeline.buffer.transitions.episodes import Episodes, Marks
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, VERSION
 from pipeline.buffer.transitions.storage import TransitionStorage
@@ -22,6 +22,9 @@ Ints = np.ndarray
 
 class Ring:
     """Rows in the order in which they were added, and which of them follow each other in an episode."""
+
+    scattered = False
+    """Whether rows lie in any order, and none knows its neighbours; see :mod:`pipeline.buffer.transitions.pool`."""
 
     def __init__(self, storage: TransitionStorage) -> None:
         self.storage = storage
@@ -34,10 +37,23 @@ class Ring:
         """How many episodes were cut: with :attr:`added`, this tells whether anything has changed."""
         self.cut_keys: list[int] = []
         """Keys of rows with which an episode was cut; some may be gone."""
+        self.not_kept = 0
+        """How many rows were added and not kept."""
         self.before_overwriting: Callable[[int], None] | None = None
         """Told up to which key, that one excluded, rows are about to be overwritten."""
         self._stride = 1
         self._irregular = 0  # from this key on, the next row of an episode lies `_stride` further, if there is one
+
+    def like(self, schema: Schema | None) -> Ring:
+        """Return an empty one of the same kind, for rows of a schema."""
+        return Ring(TransitionStorage(self.capacity, schema))
+
+    def check(self, schema: Schema) -> None:
+        """Refuse columns that rows cannot be ordered by.
+
+        Raises:
+            ConfigError: there are such.
+        """
 
     @property
     def oldest(self) -> int:
@@ -52,6 +68,25 @@ class Ring:
     def keys(self) -> Ints:
         """Return the keys of all rows, oldest first."""
         return np.arange(self.oldest, self.added)
+
+    def newest(self, first: int, count: int) -> Ints:
+        """Return the keys of those of the rows that were just added, ``count`` from the key ``first`` on, which are
+        there."""
+        return np.arange(max(first, self.oldest), first + count)
+
+    def given(self, first: int, count: int) -> Sequence[int]:
+        """Return the keys of the rows that were just added, ``count`` from number ``first`` on; -1: it was not
+        kept."""
+        return range(first, first + count)
+
+    @property
+    def keys_end(self) -> int:
+        """No row has, or had, this key or a larger one."""
+        return self.added
+
+    def serials(self, keys: Ints) -> Ints:
+        """Return the numbers of rows that are there, among all that were ever added, from 0."""
+        return keys
 
     def slots(self, keys: Ints) -> Ints:
         """Return the slots of keys, whose rows may be gone."""
@@ -77,6 +112,25 @@ class Ring:
         """Return a mark of rows that are there."""
         marks: Ints = self.storage.view(name)[self.slots(keys)]
         return marks
+
+    def about_to_change(self, keys: Ints) -> None:
+        """Take in that rows are about to be changed; a generation that is being written copies them."""
+        if self.before_overwriting is not None and len(keys):
+            self.before_overwriting(int(keys.max()) + 1)
+
+    def changed(self, keys: Ints, names: Sequence[str]) -> None:
+        """Take in that columns of rows were changed."""
+
+    def revalued(self, slots: Ints, values: np.ndarray) -> None:
+        """Take in what the rows in slots are worth: the lowest go first, if priorities decide."""
+
+    def numbers(self) -> list[int]:
+        """Return what must be known of rows in any order beside their places."""
+        return []
+
+    def places(self) -> dict[str, Ints]:
+        """Return where rows in any order lie: one value for each row, oldest first."""
+        return {}
 
     # -- adding ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,79 @@
+"""Drawing what is stale more rarely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
+from pipeline.buffer.transitions.layout import VERSION
+from pipeline.buffer.transitions.memory import ProcessMemory
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sums import SumTree
+from pipeline.config import StalenessWeighted
+from pipeline.errors import Starved
+
+_MOST = 400.0  # half-lives: 2^400 and 2^-400, times as many rows as there can be, are far from the ends of float64
+
+
+class AgeingDrawer(Drawer):
+    """Row i in proportion to ``2^(v_i / half_life)``; see :class:`~pipeline.config.StalenessWeighted`.
+
+    Masses are relative to a version that moves when the newest one is far from it: so what a row's mass is follows from
+    its own version and from that one alone, in whatever order rows came.
+    """
+
+    def __init__(self, ring: Ring, options: StalenessWeighted) -> None:
+        super().__init__(ring)
+        ProcessMemory().check(9 * ring.capacity, f"capacity={ring.capacity}: probabilities")
+        self._half_life = options.half_life
+        self._tree = SumTree(ring.capacity)
+        self._reference = 0
+        self._pending = ring.added  # rows from this key on are not in the tree yet
+
+    def added(self, first: int, count: int) -> None:
+        self._pending = min(self._pending, first)
+
+    def _settle(self) -> None:
+        """Put the rows that are new into the tree."""
+        first, self._pending = self._pending, self.ring.added
+        self._place(self.ring.newest(first, self.ring.added - first))
+
+    def _place(self, keys: Ints) -> None:
+        if not len(keys):
+            return
+        versions = self.ring.mark(VERSION, keys).astype(np.int64)
+        newest = int(versions.max())
+        if (newest - self._reference) / self._half_life > _MOST:
+            self._reference = newest
+            keys = self.ring.keys()
+            versions = self.ring.mark(VERSION, keys).astype(np.int64)
+        self._tree.set(self.ring.slots(keys), self._masses(versions))
+
+    def _masses(self, versions: Ints) -> Floats:
+        masses: Floats = np.exp2(np.maximum((versions - self._reference) / self._half_life, -_MOST))
+        return masses
+
+    def _any(self, rng: np.random.Generator, count: int) -> Ints:
+        self._settle()
+        if not self.ring.size:
+            raise Starved("the buffer is empty: add rows first")
+        return self.ring.key_at(self._tree.find(rng.random(count) * self._tree.total))
+
+    def mass(self, keys: Ints) -> Floats:
+        self._settle()
+        mass: Floats = self._tree.values[self.ring.slots(keys)]
+        return mass
+
+    def state(self) -> dict[str, Any]:
+        self._settle()
+        return {"reference": self._reference}
+
+    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        self._tree, self._reference = SumTree(self.ring.capacity), int(state.get("reference", 0))
+        self._pending = self.ring.added
+        self._place(self.ring.keys())
+
+    def clear(self) -> None:
+        self._tree, self._pending = SumTree(self.ring.capacity), self.ring.added

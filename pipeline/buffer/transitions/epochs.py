@@ -1,0 +1,132 @@
+"""Drawing every row once in an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.drawing import Drawer, Ints, Starts
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.uses import Uses
+from pipeline.config import WithoutReplacement
+from pipeline.errors import Starved
+
+
+class EpochDrawer(Drawer):
+    """Each row once in an epoch."""
+
+    def __init__(self, ring: Ring, options: WithoutReplacement, seed: int) -> None:
+        super().__init__(ring)
+        self.last, self._seed = options.last, seed
+        self.epoch, self.cursor, self.skipped = -1, 0, 0
+        self._base = 0
+        self._order: Ints = np.empty(0, np.int64)
+        self._uses = None if options.uses is None else Uses(ring, options.uses)
+
+    @property
+    def _listed(self) -> bool:
+        """Whether the order is of keys that do not follow from how many rows there were."""
+        return self._uses is not None or self.ring.scattered
+
+    def added(self, first: int, count: int) -> None:
+        if self._uses is not None:
+            self._uses.added(first, count)
+
+    def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
+        if count > self.ring.size and self.last != "keep":
+            raise self._starved(count)
+        before = (self.epoch, self.cursor, self.skipped, self._base, self._order)
+        try:
+            keys = self._draw(count, starts)
+        except Starved:
+            self.epoch, self.cursor, self.skipped, self._base, self._order = before
+            raise
+        if self._uses is not None:
+            self._uses.take(keys)
+        return keys
+
+    def _draw(self, count: int, starts: Starts | None) -> Ints:
+        drawn: list[Ints] = []
+        missing, begun = count, False
+        while missing:
+            keys = self._next(missing, starts)
+            drawn.append(keys)
+            missing -= len(keys)
+            if not missing or (self.last == "keep" and missing < count and self.at_end):
+                break
+            if not self.at_end:
+                continue
+            if begun:  # a whole epoch is not enough
+                raise self._starved(count)
+            if self.last == "drop":
+                drawn, missing = [], count
+            self._begin(drawn)
+            begun = True
+        return np.concatenate(drawn)
+
+    def _starved(self, count: int) -> Starved:
+        return Starved(
+            f"{count} were asked for without replacement, and of the {self.ring.size} rows that are there fewer can be "
+            "drawn; add rows, or ask for less"
+        )
+
+    @property
+    def left(self) -> int:
+        """How many rows of the epoch were not drawn; some may have gone."""
+        return len(self._order) - self.cursor
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the epoch has nothing left."""
+        return self.cursor >= len(self._order)
+
+    def _next(self, most: int, starts: Starts | None) -> Ints:
+        keys = self._order[self.cursor : self.cursor + most] + self._base
+        self.cursor += len(keys)
+        there = self.ring.alive(keys)
+        self.skipped += int((~there).sum())
+        keys = keys[there]
+        kept: Ints = keys if starts is None else keys[starts.mask(keys)]
+        return kept
+
+    def _begin(self, drawn: list[Ints]) -> None:
+        """Begin an epoch; of ``drawn`` rows the uses are not counted yet."""
+        self.epoch += 1
+        self.cursor, self._base = 0, self.ring.oldest
+        if not self._listed:
+            self._order = self._permutation(self.ring.size)
+            return
+        keys = self.ring.keys()
+        if self._uses is not None:
+            keys = keys[self._uses.left(keys, np.concatenate(drawn) if drawn else None) > 0]
+        self._base, self._order = 0, keys[self._permutation(len(keys))]
+
+    def _permutation(self, size: int) -> Ints:
+        order: Ints = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(size)
+        return order
+
+    def state(self) -> dict[str, Any]:
+        names = ("epoch", "cursor", "skipped")
+        return {name: getattr(self, name) for name in names} | {"base": self._base, "rows": len(self._order)}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        arrays = {} if self._uses is None else {"used": self._uses.values()}
+        return arrays | {"order": self._order.astype(np.int64)} if self._listed else arrays
+
+    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        if self._uses is not None:
+            self._uses.load(arrays.get("used"))
+        if not state:
+            return
+        self.epoch, self.cursor, self.skipped = state["epoch"], state["cursor"], state["skipped"]
+        self._base = state["base"]
+        if "order" in arrays:
+            self._order = arrays["order"]
+        else:
+            self._order = self._permutation(state["rows"]) if self.epoch >= 0 else np.empty(0, np.int64)
+
+    def clear(self) -> None:
+        self.cursor, self._order = 0, np.empty(0, np.int64)
+        if self._uses is not None:
+            self._uses.clear()

@@ -1,0 +1,49 @@
+"""How often each row was drawn, where that is bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.buffer.transitions.ring import Ring
+
+Ints = np.ndarray
+
+
+class Uses:
+    """How often the row in each slot was drawn; one that was drawn ``most`` times has no use left."""
+
+    def __init__(self, ring: Ring, most: int) -> None:
+        self.ring, self.most = ring, most
+        self._counts = np.zeros(ring.capacity, np.uint32)
+
+    def added(self, first: int, count: int) -> None:
+        """Take in that rows were added."""
+        self._counts[self.ring.slots(self.ring.newest(first, count))] = 0
+
+    def left(self, keys: Ints, drawn: Ints | None = None) -> Ints:
+        """Return how many uses rows that are there have left: [n] int64, those among ``drawn`` taken off."""
+        left: Ints = self.most - self._counts[self.ring.slots(keys)].astype(np.int64)
+        if drawn is not None and len(drawn):
+            names, times = np.unique(drawn, return_counts=True)
+            at = np.minimum(np.searchsorted(names, keys), len(names) - 1)
+            left -= np.where(names[at] == keys, times[at], 0)
+        return left
+
+    def take(self, keys: Ints) -> None:
+        """Count rows as drawn, each as often as it is named."""
+        np.add.at(self._counts, self.ring.slots(keys), np.uint32(1))
+
+    def values(self) -> Ints:
+        """Return how often each row was drawn, oldest first: [size] uint32."""
+        values: Ints = self._counts[self.ring.slots(self.ring.keys())]
+        return values
+
+    def load(self, values: Ints | None) -> None:
+        """Take back what :meth:`values` gave, after the ring took back its rows; None: nothing was drawn yet."""
+        self._counts[:] = 0
+        if values is not None and self.ring.size:
+            self._counts[self.ring.slots(self.ring.keys())] = values[-self.ring.size :]
+
+    def clear(self) -> None:
+        """Take in that no row is left."""
+        self._counts[:] = 0

@@ -1,0 +1,80 @@
+"""Columns of rows that were changed after the rows had been written to the disk.
+
+A row is written once, in a block. What is changed of it later is part of every generation, column by column, until the
+row goes: so it is at most as large as the changed columns of the rows that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Arrays
+from pipeline.buffer.transitions.ring import Ring
+
+Ints = np.ndarray
+
+
+class Written:
+    """Which rows of a ring differ from what lies in blocks, by column. Methods do not lock."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._changed: dict[str, Ints] = {}  # by column, and slot: 1 + the key of the row that was changed there
+        self.captured = 0
+        """How many of all rows that were ever added are in blocks, or on the way there."""
+
+    def write(self, keys: Ints, arrays: Mapping[str, np.ndarray]) -> None:
+        """Set columns of rows that are there; of a key that is named twice the last one counts.
+
+        Args:
+            keys: [n] of the rows.
+            arrays: [n, ...] by column, in the dtypes of the columns.
+        """
+        if not len(keys):
+            return
+        ring = self._ring
+        ring.about_to_change(keys)  # a generation that is being written wants them as they were
+        slots = ring.slots(keys)
+        for name, array in arrays.items():
+            ring.storage.view(name)[slots] = array
+        ring.changed(keys, tuple(arrays))
+        self._note(keys[ring.serials(keys) < self.captured], arrays)
+
+    def _note(self, keys: Ints, names: Iterable[str]) -> None:
+        if len(keys):
+            for name in names:
+                if name not in self._changed:
+                    self._changed[name] = np.zeros(self._ring.capacity, np.int64)
+                self._changed[name][self._ring.slots(keys)] = keys + 1
+
+    def _keys(self, name: str) -> Ints:
+        keys = self._ring.keys()
+        changed: Ints = keys[self._changed[name][self._ring.slots(keys)] == keys + 1]
+        return changed
+
+    def state(self) -> list[tuple[str, Ints, np.ndarray]]:
+        """Return (column, keys [m], values [m, ...]) of every column that was changed, oldest row first; copies."""
+        found = []
+        for name in sorted(self._changed):
+            keys = self._keys(name)
+            if len(keys):
+                found.append((name, keys, self._ring.storage.view(name)[self._ring.slots(keys)]))
+        return found
+
+    def columns(self) -> list[str]:
+        """Return the columns of :meth:`state`."""
+        return [name for name in sorted(self._changed) if len(self._keys(name))]
+
+    def load(self, state: Iterable[tuple[str, Ints, np.ndarray]]) -> None:
+        """Take back what :meth:`state` gave, after the ring took back its rows."""
+        self._changed, self.captured = {}, self._ring.added
+        for name, keys, values in state:
+            there = self._ring.alive(keys)
+            arrays: Arrays = {name: values[there]}
+            self.write(keys[there], arrays)
+
+    def clear(self) -> None:
+        """Take in that no row and no column is left."""
+        self._changed = {}
