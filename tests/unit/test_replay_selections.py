@@ -41,7 +41,7 @@ def test_every_row_is_drawn_as_often_as_it_may_and_no_oftener(select: Any) -> No
     buffer = filled(25, 30, ends=[7, 8, 19], select=select)
     drawn = Counter(key for _ in range(15) for key in buffer.sample(5).keys.tolist())
     assert drawn == dict.fromkeys(range(25), 3)
-    with pytest.raises(Starved, match="fewer can be drawn|0 uses left|3 times|0 are there"):
+    with pytest.raises(Starved, match=r"fewer can be drawn|0 uses left|3 times|0 are there"):
         buffer.sample(1)
     buffer.extend(rows(5, 25))
     assert Counter(buffer.sample(5).keys.tolist() + buffer.sample(5).keys.tolist()).keys() <= set(range(25, 30))
