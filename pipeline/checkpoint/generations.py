@@ -165,7 +165,7 @@ def with_offer(error: Damaged, stored: Stored, found: Found) -> Damaged:
         offer = f" resume(step={before[-1].manifest.step}) takes the one before it."
     elif before:  # of the same step: a step alone does not tell them apart
         offer = f" Move {stored.folder} out of the run, and resume() takes the one before it."
-    return Damaged(f"generation {number} is damaged: {error}.{offer}")
+    return Damaged(f"generation {number} is damaged: {str(error).removesuffix('.')}.{offer}")
 
 
 def check_generation(stored: Stored, *, later: Collection[str] = ()) -> None:

@@ -23,7 +23,9 @@ class Limiter(Options, frozen=True, tag="limiter", tag_field="limit"):
 
     With a ratio, let ``debt = ratio * added - sampled``. It may move by ``error_buffer`` to either side of
     ``ratio * min_size``: a row may be added while the debt stays within the upper bound, and one may be sampled while
-    it stays within the lower one. This is the rule of Reverb's ``SampleToInsertRatio`` (arXiv:2102.04736).
+    it stays within the lower one. This is the rule of Reverb's ``SampleToInsertRatio`` (arXiv:2102.04736), but that
+    rows are let in at any rate while there are less than ``min_size``. Blocks of k rows and batches of m need
+    ``ratio * k + m`` of no more than twice ``error_buffer``, or each may come to wait for the other for ever.
 
     Attributes:
         min_size: how many rows there must be before any is sampled.

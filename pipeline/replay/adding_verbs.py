@@ -188,7 +188,7 @@ class AddingVerbs:
         :meth:`end_episode`. What is nested gives columns ``obs.x``, ``obs.0``.
 
         Args:
-            reward: stored as float32 unless ``schema=`` says otherwise.
+            reward: [N, 1] is taken as [N], and so are flags; stored as float32 unless ``schema=`` says otherwise.
             info: needed in mode ``same_step``, for its ``final_obs``.
             extras: more columns, such as what the policy gave beside its action.
             autoreset: ``"next_step"``, ``"same_step"``, ``"disabled"``, or Gymnasium's ``AutoresetMode``; may be left
@@ -215,7 +215,7 @@ class AddingVerbs:
         self, given: Mapping[str, Any], info: Any, autoreset: Any, env: int, version: int, timeout: float | None
     ) -> Sequence[int]:
         self._usable()
-        step = self.stepping.rows(given, info, autoreset, env, self.options.fields, self.schema is None)
+        step = self.stepping.rows(given, info, autoreset, env, self.options.fields, self.schema)
         keys: Sequence[int] = range(self.ring.added, self.ring.added)
         if step.number and step.envs.__class__ is int:
             key = self._append(step.rows, env, version, timeout)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.columns import Rows
 from pipeline.checkpoint.triggers import exit_by_code
-from pipeline.errors import Stopped, StoppedExit, TimedOut
+from pipeline.errors import Stopped, StoppedExit, TimedOut, UsageError
 from pipeline.replay.saving import ReplayResumed
 from pipeline.replay.store import Saving
 from pipeline.replay.write_back import WrittenBack
@@ -45,16 +45,31 @@ class AsyncReplayBuffer:
 
     async def extend(self, rows: Rows, **more: Any) -> Sequence[int]:
         """Add rows; see :meth:`~pipeline.ReplayBuffer.extend`."""
-        return await self._let_in(partial(self.buffer.extend, rows, timeout=0, **more))
+        return await self._let_in(partial(self.buffer.extend, rows, **_at_once(more)))
 
     async def append(self, row: Rows, **more: Any) -> int:
         """Add one row; see :meth:`~pipeline.ReplayBuffer.append`."""
-        return await self._let_in(partial(self.buffer.append, row, timeout=0, **more))
+        return await self._let_in(partial(self.buffer.append, row, **_at_once(more)))
+
+    async def add(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        info: Any = None,
+        **more: Any,
+    ) -> Sequence[int]:
+        """Add the rows of a step; see :meth:`~pipeline.ReplayBuffer.add`."""
+        step = (obs, action, reward, next_obs, terminated, truncated, info)
+        return await self._let_in(partial(self.buffer.add, *step, **_at_once(more)))
 
     async def sample(self, count: int, **more: Any) -> TransitionBatch:
         """Return a batch; see :meth:`~pipeline.ReplayBuffer.sample`."""
         buffer = self.buffer
-        draw = partial(buffer.sample, count, timeout=0, **more)
+        draw = partial(buffer.sample, count, **_at_once(more))
         large = count * buffer.ring.storage.row_bytes * max(1, more.get("stack", 1)) > _MOST_INLINE
         return await self._let_in(draw, in_thread=large or "slices" in more)
 
@@ -101,3 +116,14 @@ class AsyncReplayBuffer:
             except TimedOut as error:
                 may = error.may
             await self.buffer.gate.wait_for(may)
+
+
+def _at_once(more: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a verb that is not to wait by itself.
+
+    Raises:
+        UsageError: it is told how long to wait.
+    """
+    if "timeout" in more:
+        raise UsageError("timeout= is for threads: here anyio.fail_after() says how long to wait")
+    return more | {"timeout": 0}

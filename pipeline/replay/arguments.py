@@ -8,8 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
+from pipeline.buffer.transitions.columns import as_array
 from pipeline.buffer.transitions.layout import OPEN, TERMINATED, TRUNCATED
 from pipeline.config import Fields
 from pipeline.errors import ConfigError
@@ -17,6 +19,7 @@ from pipeline.errors import ConfigError
 Ints = np.ndarray
 MOST_ENVS = 1 << 20
 MOST_VERSION = 2**31 - 1
+_NUMPY_HAS = (torch.float16, torch.float32, torch.float64)
 
 
 def whole(option: str, value: Any, least: int, most: int) -> int:
@@ -32,6 +35,17 @@ def whole(option: str, value: Any, least: int, most: int) -> int:
     if isinstance(value, bool) or not least <= number <= most:
         raise ConfigError.of(option, value, f"a whole number from {least} to {most} is needed")
     return number
+
+
+def numbers(name: str, value: Any) -> np.ndarray:
+    """Return values as an array of a dtype that numpy has: of ``bfloat16`` and the like, float32 of the same values.
+
+    Raises:
+        ConfigError: they are no numbers.
+    """
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype not in _NUMPY_HAS:
+        value = value.float()
+    return as_array(name, value)[0]
 
 
 def one_environment(env: Any) -> int:
@@ -62,9 +76,11 @@ def environments(env: int | ArrayLike, envs: int | Ints | None, count: int) -> t
     if given.ndim == 0:
         return np.array([one_environment(given[()])]), False
     if given.shape != (count,):
-        raise ConfigError.of("env", given, f"the number of an environment, or [{count}] of them, are needed")
+        raise ConfigError(
+            f"env={_said(given)}: the number of an environment, or [{count}] of them, are needed", option="env"
+        )
     if given.dtype.kind not in "iu" or (given < 0).any() or (given >= MOST_ENVS).any():
-        raise ConfigError.of("env", given, f"whole numbers from 0 to {MOST_ENVS - 1} are needed")
+        raise ConfigError(f"env={_said(given)}: whole numbers from 0 to {MOST_ENVS - 1} are needed", option="env")
     return given.astype(np.int64), len(given) > 1
 
 
@@ -96,10 +112,12 @@ def end_codes(arrays: Mapping[str, Any], count: int, ends: ArrayLike | None, fie
     codes = np.zeros(count, np.uint8) if codes is None else codes
     given = np.asarray(ends)
     if given.shape != (count,) or given.dtype != bool:
-        raise ConfigError.of("ends", given, f"[{count}] bool is needed")
+        raise ConfigError(f"ends={_said(given)}: [{count}] bool is needed", option="ends")
     wrong = np.flatnonzero(~given & (codes == TERMINATED))
     if len(wrong):
-        raise ConfigError.of("ends", given, f"the episode terminated with row {wrong[0]}, and does not end there")
+        raise ConfigError(
+            f"ends: the episode terminated with row {wrong[0]}, and is not said to end there", option="ends"
+        )
     return np.where(given, np.where(codes == OPEN, TRUNCATED, codes), OPEN).astype(np.uint8)
 
 
@@ -115,6 +133,11 @@ def end_code(arrays: Mapping[str, Any], fields: Fields) -> int:
     if truncated is not None and _flag(fields.truncated, truncated):
         end = TRUNCATED
     return end
+
+
+def _said(given: np.ndarray) -> str:
+    """Return what an array is, in a word: its values may be millions."""
+    return f"{given.dtype}{list(given.shape)}"
 
 
 def _flags(name: str, flags: np.ndarray, count: int) -> np.ndarray:

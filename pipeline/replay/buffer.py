@@ -302,6 +302,10 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
     def __len__(self) -> int:
         return self.ring.size
 
+    def __bool__(self) -> bool:
+        """True, whatever is there: ``given or ReplayBuffer(n)`` asks whether a buffer was given."""
+        return True
+
     def _usable(self) -> None:
         if self._forked:
             raise UsageError(

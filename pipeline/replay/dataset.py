@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from pipeline.replay.arguments import whole
 from pipeline.replay.buffer import ReplayBuffer
 
 _MOST_AHEAD = 1 << 16
+_ASKED = frozenset(inspect.signature(ReplayBuffer.sample).parameters) - {"self", "count"}
 
 
 class ReplayDataset(IterableDataset[Any]):
@@ -30,10 +32,9 @@ class ReplayDataset(IterableDataset[Any]):
 
     What is yielded is a :class:`~pipeline.TransitionBatch`; with ``device``, the dict that its ``to`` gives, with
     ``keys`` (an int64 array) beside the columns. Rows are drawn and copied when a batch is taken, ``prefetch`` batches
-    ahead of
-    it, in the thread that takes it: so what is drawn never depends on how long anything takes, and only the copy to the
-    device goes on beside the training. A batch that is drawn ahead does not know of rows, and of priorities, that come
-    after it was drawn.
+    ahead of it, in the thread that takes it: so what is drawn never depends on how long anything takes, and only the
+    copy to the device goes on beside the training. A batch that is drawn ahead does not know of rows, and of
+    priorities, that come after it was drawn.
 
     Iterating goes on where the last iteration left off. It ends with the epoch, where the buffer draws without
     replacement and ``last`` is ``keep`` or ``drop``; else never.
@@ -63,9 +64,18 @@ class ReplayDataset(IterableDataset[Any]):
         more: what :meth:`~pipeline.ReplayBuffer.sample` takes.
 
         Raises:
-            ConfigError: a number is out of range.
+            ConfigError: a number is out of range, or ``sample`` takes no such argument, or there is no such device.
         """
         super().__init__()
+        if not isinstance(buffer, ReplayBuffer):
+            raise ConfigError.of("buffer", type(buffer).__name__, "a ReplayBuffer is needed")
+        unknown = sorted(more.keys() - _ASKED)
+        if unknown:
+            raise ConfigError(
+                f"ReplayDataset has no option {unknown[0]!r}; beside its own it has those of sample(): "
+                f"{', '.join(sorted(_ASKED))}",
+                option=unknown[0],
+            )
         self.buffer = buffer
         self.batch_size = whole("batch_size", batch_size, 1, 2**31 - 1)
         self.prefetch = whole("prefetch", prefetch, 0, _MOST_AHEAD)
@@ -73,7 +83,8 @@ class ReplayDataset(IterableDataset[Any]):
         cuda = self.device is not None and self.device.type == "cuda"
         self.pin_memory = cuda if pin_memory is None else pin_memory
         if self.pin_memory and not torch.cuda.is_available():
-            raise ConfigError.of("pin_memory", pin_memory, "there is no CUDA device that could make use of it")
+            option, value = ("pin_memory", pin_memory) if pin_memory else ("device", str(device))
+            raise ConfigError.of(option, value, "there is no CUDA device")
         self._more = more
         self._ahead: deque[tuple[TransitionBatch, Any]] = deque()  # a batch, and what is yielded for it
         self._ended = False

@@ -46,10 +46,16 @@ class Due:
         self._since, self._step = time.monotonic(), step
 
     def due(self, step: int | None) -> bool:
-        """Whether somebody wants a save now."""
+        """Whether somebody wants a save now.
+
+        Raises:
+            UsageError: ``save_every`` counts steps, and there is none.
+        """
+        options = self._options
+        if options.save_every is not None and step is None:
+            raise UsageError(f"save_due(): save_every={options.save_every} counts steps: call save_due(step)")
         if self.stopping:
             return True
-        options = self._options
         if options.save_every_s is not None and time.monotonic() - self._since >= options.save_every_s:
             return True
         every = options.save_every

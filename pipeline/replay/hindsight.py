@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Arrays, as_array
+from pipeline.buffer.transitions.columns import Arrays
 from pipeline.buffer.transitions.following import earlier_or_later_rows, last_rows, later_rows
 from pipeline.buffer.transitions.layout import RowLayout
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.config import Fields, Hindsight
 from pipeline.errors import ConfigError
+from pipeline.replay.arguments import numbers
 
 Ints = np.ndarray
 _PICK: dict[str, Callable[[Ring, Ints, np.random.Generator], Ints]] = {
@@ -96,13 +97,14 @@ class Relabelling(NamedTuple):
 
 
 def _called(name: str, function: Any, own: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    array, _ = as_array(name, function(own.copy(), goal.copy()))
+    array = numbers(name, function(own.copy(), goal.copy()))
     if array.shape == (len(own), 1):
         array = array[:, 0]
-    if array.shape != (len(own),) or not np.isfinite(array).all():
-        raise ConfigError(
-            f"hindsight: {name} returned shape {list(array.shape)}; [{len(own)}] finite numbers are needed", option=name
-        )
+    wrong = "" if array.shape == (len(own),) else f"shape {list(array.shape)}"
+    if not wrong and not np.isfinite(array).all():
+        wrong = f"{array[~np.isfinite(array)][0]}"
+    if wrong:
+        raise ConfigError(f"hindsight: {name} returned {wrong}; [{len(own)}] finite numbers are needed", option=name)
     return array
 
 

@@ -50,7 +50,8 @@ class SavingVerbs:
         """Commit the state of what is attached and of the buffer as one thing.
 
         Returns once the tensors of what is attached have been read, and goes on beside the trainer: only rows that are
-        not on the disk yet are written. What it fails with later is raised by the next verb, or by ``wait``.
+        not on the disk yet are written. What it fails with later is raised by the next ``save_due``, ``save`` (which
+        then saves nothing) or ``close``, or by ``Saving.wait``.
 
         Args:
             step: the trainer's step.
@@ -79,7 +80,12 @@ class SavingVerbs:
 
     def save_due(self, step: int | None = None) -> bool:
         """Whether a save is due: by the options ``save_every_s`` and ``save_every`` (of ``step``), by a signal, or by a
-        file ``stop`` in the folder. After the last two, ``save`` does not return."""
+        file ``stop`` in the folder. After the last two, ``save`` does not return. With neither option, only they count.
+
+        Raises:
+            UsageError: ``save_every`` needs the step.
+            WriteFailed: a save failed after it had returned.
+        """
         self._saver.raise_failed()
         return self._due is not None and self._due.due(step)
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.buffer.transitions.columns import as_array
+from pipeline.buffer.transitions.columns import Schema, as_array
 from pipeline.config import Fields
 from pipeline.errors import ConfigError
+from pipeline.replay.arguments import numbers
 from pipeline.replay.finals import Named, final_of, leaves, no_final, put, shape_of, with_finals
 
 MODES = ("next_step", "same_step", "disabled")
@@ -79,7 +80,9 @@ class Stepping:
         if step.lent or self._lent:
             self._lent[step.base] = step.lent
 
-    def rows(self, given: Mapping[str, Any], info: Any, autoreset: Any, env: int, fields: Fields, fresh: bool) -> Step:
+    def rows(
+        self, given: Mapping[str, Any], info: Any, autoreset: Any, env: int, fields: Fields, schema: Schema | None
+    ) -> Step:
         """Return the rows that come of a call; see :meth:`~pipeline.replay.ReplayBuffer.add`.
 
         Args:
@@ -88,7 +91,7 @@ class Stepping:
             autoreset: the mode.
             env: the number of the environment, or of a vector environment's first.
             fields: names of columns.
-            fresh: there are no columns yet: the reward's is to be of float32.
+            schema: the columns; None before there are any: the reward's is to be of float32.
 
         Raises:
             ConfigError: something does not fit together. Nothing was changed.
@@ -96,12 +99,16 @@ class Stepping:
         reward = given[fields.reward]
         shape = () if isinstance(reward, float) else shape_of(reward)
         dims = len(shape)
+        if dims == 2 and shape[1] == 1:
+            reward, dims = _flat(reward), 1
         if dims > 1:
             raise ConfigError.of(fields.reward, list(shape), "[N] of a vector environment is needed, or one number")
         mode = mode_of(autoreset, single=dims == 0)
         self._check_lent(env)
+        if dims:
+            given = {**given, fields.reward: _as_held(fields.reward, reward, schema)}
         step = (self._vector if dims else self._single)(given, info, mode, env, fields)
-        if fresh and step.number:
+        if schema is None and step.number:
             step.rows[fields.reward] = _single_precision(fields.reward, step.rows[fields.reward])
         return step
 
@@ -127,7 +134,7 @@ class Stepping:
         for name, value in given.items():
             put(rows, name, value)
         for name in (fields.terminated, fields.truncated):
-            rows[name] = as_array(name, rows[name])[0] != 0
+            rows[name] = _flat(numbers(name, rows[name])) != 0
         for name, value in rows.items():
             shape = shape_of(value)
             if shape[:1] != (size,):
@@ -135,9 +142,12 @@ class Stepping:
                     f"column {name}: shape {list(shape)}; the first axis must be {size} long, as the reward's is",
                     option=name,
                 )
+        for name in (fields.terminated, fields.truncated):
+            if rows[name].ndim != 1:
+                raise ConfigError(
+                    f"column {name}: shape {list(rows[name].shape)}; [{size}] bool is needed", option=name
+                )
         flags = rows[fields.terminated] | rows[fields.truncated]
-        if flags.ndim != 1:
-            raise ConfigError(f"column {fields.terminated}: [{size}] bool is needed", option=fields.terminated)
         over = np.zeros(size, bool)
         known = self._over[env : env + size]
         over[: len(known)] = known
@@ -208,7 +218,7 @@ def mode_of(given: Any, *, single: bool = False) -> str:
 def _flag(name: str, value: Any) -> bool:
     if value.__class__ is bool or value.__class__ is np.bool_:
         return bool(value)
-    array = as_array(name, value)[0]
+    array = numbers(name, value)
     if array.ndim:
         raise ConfigError(
             f"column {name}: shape {list(array.shape)}, where the reward is one number: a single environment's",
@@ -220,19 +230,33 @@ def _flag(name: str, value: Any) -> bool:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, float):
         return float(value)
-    array = as_array(name, value)[0]
+    array = numbers(name, value)
     if array.dtype.kind == "c":
         raise ConfigError(f"column {name}: {array.dtype} is no reward", option=name)
     return float(array)
 
 
 def _single_precision(name: str, value: Any) -> np.ndarray:
-    array = as_array(name, value)[0]
+    array = numbers(name, value)
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32)
     if not np.array_equal(np.isfinite(narrow), np.isfinite(array)):
         raise ConfigError(f"column {name}: too large for float32; name float64 for it with schema=", option=name)
     return narrow
+
+
+def _as_held(name: str, value: Any, schema: Schema | None) -> Any:
+    """Return a tensor of a dtype that only torch has as numbers, unless its column is of that dtype."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    held = None if schema is None or name not in schema.names else schema.column(name).torch_only
+    return value if value.dtype == held else numbers(name, value)
+
+
+def _flat(values: Any) -> Any:
+    """Return [n] for [n, 1], as some wrappers give rewards and flags."""
+    array = values if isinstance(values, (np.ndarray, torch.Tensor)) else np.asarray(values)
+    return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array
 
 
 def _chosen(value: Any, index: np.ndarray) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from pipeline import Limiter, ReplayBuffer, TimedOut
+from pipeline import Limiter, ReplayBuffer, TimedOut, UsageError
 from tests.support.replaying import contents, fill, rows
 
 
@@ -112,3 +113,23 @@ async def test_it_draws_what_the_plain_form_draws(select: str) -> None:
         fill(buffer, 0, 70)
     for _ in range(20):
         assert (await awaited.aio.sample(6)).keys.tolist() == plain.sample(6).keys.tolist()
+
+
+async def test_steps_are_added_and_wait_too() -> None:
+    buffer = ReplayBuffer(100, limiter=Limiter(min_size=2, ratio=1.0, error_buffer=2.0))
+    step: Any = (np.zeros(2), np.zeros(2, int), np.ones(2), np.ones(2), np.zeros(2, bool), np.zeros(2, bool))
+    for first in (0, 2):
+        assert await buffer.aio.add(*step, autoreset="next_step") == range(first, first + 2)
+    async with anyio.create_task_group() as group:
+        group.start_soon(partial(buffer.aio.add, *step, autoreset="next_step"))
+        await anyio.wait_all_tasks_blocked()
+        assert len(buffer) == 4
+        await buffer.aio.sample(2)
+    assert len(buffer) == 6
+
+
+async def test_how_long_to_wait_is_not_said_with_timeout() -> None:
+    replay = limited().aio
+    for verb in (partial(replay.sample, 1), partial(replay.extend, {"x": [1]}), partial(replay.append, {"x": 1})):
+        with pytest.raises(UsageError, match=r"anyio\.fail_after"):
+            await verb(timeout=1.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pipeline import ReplayBuffer, ReplayDataset, UsageError, WithoutReplacement
+from pipeline import ConfigError, ReplayBuffer, ReplayDataset, UsageError, WithoutReplacement
 from tests.support.replaying import fill
 
 
@@ -120,3 +120,13 @@ def test_nothing_is_pinned_where_there_is_no_device_for_it() -> None:
     else:
         with pytest.raises(ValueError, match="no CUDA device"):
             ReplayDataset(filled(9), 2, pin_memory=True)
+
+
+def test_what_it_cannot_do_is_said_when_it_is_built() -> None:
+    with pytest.raises(ConfigError, match=r"ReplayDataset has no option 'nstep'; .* n_step"):
+        ReplayDataset(filled(9), 2, nstep=3)
+    with pytest.raises(ConfigError, match="buffer='list': a ReplayBuffer is needed"):
+        ReplayDataset([1, 2], 2)  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device='cuda': there is no CUDA device"):
+            ReplayDataset(filled(9), 2, device="cuda")

@@ -231,7 +231,7 @@ def test_there_is_no_default_where_the_columns_are_not() -> None:
     [
         (lambda own, goal: 1.0, r"shape \[\]"),
         (lambda own, goal: own.repeat(2, axis=0)[:, 0], "finite numbers are needed"),
-        (lambda own, goal: own[:, 0] * np.nan, "finite numbers are needed"),
+        (lambda own, goal: own[:, 0] * np.nan, "returned nan; .* finite numbers are needed"),
         (lambda own, goal: np.full(len(own), 1e300), "cannot hold"),
     ],
 )
@@ -239,3 +239,8 @@ def test_a_function_that_returns_something_else_is_told(returned: Any, match: st
     buffer = filled([5])
     with pytest.raises(ConfigError, match=match):
         buffer.sample(5, hindsight=Hindsight(reward=returned))
+
+
+def test_rewards_of_a_dtype_that_only_torch_has_keep_their_values() -> None:
+    her = Hindsight(reward=lambda own, goal: torch.full((len(own), 1), 0.5, dtype=torch.bfloat16), ratio=1.0)
+    assert (filled([5]).sample(5, hindsight=her)["reward"] == 0.5).all()

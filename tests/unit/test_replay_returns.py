@@ -109,6 +109,29 @@ def test_what_cannot_be_summed_is_refused(reward: Any) -> None:
         buffer.sample(1, n_step=2, gamma=0.5)
 
 
+def test_a_reward_with_an_axis_of_one_is_told_how_to_be_added() -> None:
+    buffer = ReplayBuffer(4)
+    buffer.extend({"reward": np.ones((2, 1), np.float32)})
+    with pytest.raises(ConfigError, match=r"^column reward: float32\[1\]: .*; add it as \[n\], not \[n, 1\]"):
+        buffer.sample(1, n_step=2, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"ends": np.zeros(3)}, r"ends=float64\[3\]: \[3\] bool is needed"),
+        ({"ends": np.zeros((3, 1), bool)}, r"ends=bool\[3, 1\]: \[3\] bool is needed"),
+        ({"env": np.zeros(2, int)}, r"env=int64\[2\]: .* or \[3\] of them"),
+        ({"env": np.full(3, -1)}, r"env=int64\[3\]: whole numbers"),
+    ],
+)
+def test_arrays_are_told_by_dtype_and_shape(more: dict[str, Any], match: str) -> None:
+    buffer = ReplayBuffer(4)
+    with pytest.raises(ConfigError, match=match):
+        buffer.extend({"reward": np.ones(3)}, **more)
+    assert not len(buffer)
+
+
 def test_frames_begin_with_the_first_observation_and_end_with_the_newest() -> None:
     buffer = episodes([1] * 5, [], [2])
     batch = buffer.sample(5, stack=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from pipeline import (
     Uniform,
     UsageError,
     WithoutReplacement,
+    WriteFailed,
 )
 from pipeline.buffer.transitions.columns import flat
 from pipeline.checkpoint import salvage, verify
 from pipeline.config import Ordered
+from pipeline.replay.store import ReplayStore
 from tests.support.disk import ScriptedFiles, tree
 from tests.support.replaying import CAPACITY, Counter, contents, draws, fill, rows
 from tests.support.runs import task
@@ -471,8 +474,36 @@ def test_a_removed_segment_is_named(tmp_path: Path) -> None:
         fill(buffer, 0, 5)
         buffer.save(1, wait=True)
     os.unlink(next((tmp_path / "segments").iterdir()))
-    with make(tmp_path) as again, pytest.raises(Damaged, match="missing"):
+    with make(tmp_path) as again, pytest.raises(Damaged, match=r"missing.* from a copy\.$"):
         again.resume()
+
+
+def test_a_failed_save_is_told_once_by_the_verbs_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> None:
+        raise WriteFailed("no space")
+
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(ReplayStore, "commit", full)
+            for tell in (lambda: buffer.save_due(1), lambda: buffer.save(2)):
+                saving = buffer.save(1)
+                while not saving.done:
+                    time.sleep(0.001)
+                fill(buffer, 5, 5)
+                buffer.sample(2)
+                with pytest.raises(WriteFailed, match="no space"):
+                    tell()
+        buffer.save(3, wait=True)
+    with make(tmp_path) as again:
+        assert again.resume()[::2] == (3, 15)
+
+
+def test_steps_are_needed_where_they_are_counted(tmp_path: Path) -> None:
+    with make(tmp_path, save_every=5) as buffer:
+        assert [buffer.save_due(step) for step in (4, 5)] == [False, True]
+        with pytest.raises(UsageError, match="save_every=5 counts steps"):
+            buffer.save_due()
 
 
 # -- settings and generators ------------------------------------------------------------------------------------

@@ -68,6 +68,9 @@ class Fake:
         return self.obs(), reward, *flags, info
 
 
+DONE: dict[str, Any] = {"autoreset": "disabled"}
+
+
 def given(reply: Reply) -> Reply:
     """What `step` returned in the order of `add`."""
     next_obs, reward, *rest = reply
@@ -417,6 +420,44 @@ def test_tensors_are_taken_as_they_are(mode: AutoresetMode, dtype: torch.dtype) 
     assert torch.equal(batch["next_obs"], batch["obs"] + 1)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, np.ndarray.tolist])
+def test_rewards_and_flags_may_have_an_axis_of_one(kind: Any) -> None:
+    buffer = make()
+    for _ in range(2):
+        ends = kind(np.array([[True], [False]])), kind(np.array([[False], [True]]))
+        buffer.add(np.zeros((2, 3)), np.zeros((2, 1)), kind(np.array([[0.5], [3.0]])), np.ones((2, 3)), *ends, **DONE)
+    batch = stored(buffer)
+    assert batch["reward"].tolist() == [0.5, 3.0, 0.5, 3.0]
+    assert batch["reward"].dtype == np.float32
+    assert batch["terminated"].tolist() == [True, False, True, False]
+    assert batch["truncated"].tolist() == [False, True, False, True]
+    assert batch["action"].shape == (4, 1)
+    assert buffer.sample(4, n_step=2, gamma=0.5)["reward"].tolist() == [0.5, 3.0, 0.5, 3.0]
+
+
+@pytest.mark.parametrize("first", ["numpy", "torch"])
+def test_rewards_and_flags_of_a_dtype_that_only_torch_has_keep_their_values(first: str) -> None:
+    obs, few = np.zeros((2, 3)), torch.tensor([0.5, -0.0], dtype=torch.bfloat16)
+    vector, single = make(), make()
+    rewards: list[Any] = [few.float().numpy(), few] if first == "numpy" else [few, few[:, None]]
+    for reward in rewards:
+        vector.add(obs, obs, reward, obs, few, few, **DONE)
+        single.add(obs[0], 0, reward.reshape(-1)[0], obs[0], few[1], few[1])
+    assert stored(vector)["reward"].tolist() == [0.5, 0.0, 0.5, 0.0]
+    assert stored(vector)["terminated"].tolist() == [True, False, True, False]
+    assert stored(single)["reward"].tolist() == [0.5, 0.5]
+    assert not stored(single)["terminated"].any()
+
+
+def test_a_reward_column_that_only_torch_has_takes_its_own_tensors() -> None:
+    columns = [Column("obs", "float64"), Column("next_obs", "float64"), Column("action", "int64")]
+    columns += [Column("reward", "bfloat16"), Column("terminated", "bool"), Column("truncated", "bool")]
+    buffer = ReplayBuffer(9, select="fifo", schema=Schema(tuple(columns)))
+    reward, none = torch.tensor([[0.5], [3.0]], dtype=torch.bfloat16), np.zeros(2, bool)
+    buffer.add(np.zeros(2), np.zeros(2, int), reward, np.zeros(2), none, none, **DONE)
+    assert torch.equal(stored(buffer)["reward"], reward[:, 0])
+
+
 # --- what is refused, before anything is changed
 
 
@@ -503,7 +544,8 @@ def test_a_vector_environment_needs_its_mode(mode: Any) -> None:
         (2, np.ones((2, 2)), r"reward=\[2, 2\]"),
         (3, np.zeros((2, 2), np.float32), "column next_obs: shape"),
         (4, True, "column terminated: shape"),
-        (5, np.zeros((2, 1), bool), "bool is needed"),
+        (4, np.zeros((2, 3), bool), r"column terminated: shape \[2, 3\]; \[2\] bool is needed"),
+        (5, np.zeros((2, 2), bool), r"column truncated: shape \[2, 2\]; \[2\] bool is needed"),
         (0, "text", "column obs"),
     ],
 )

@@ -128,8 +128,9 @@ def check_reward(ring: Ring, name: str) -> None:
     assert ring.storage.layout is not None
     column = ring.storage.layout.column(name)
     if column.shape or column.torch_only is not None or column.bits.kind == "c":
+        hint = "; add it as [n], not [n, 1]" if column.shape == (1,) else ""
         raise ConfigError(
-            f"column {name}: {column}; one real number in each row is needed for returns, of a dtype that numpy has",
+            f"column {column}: one real number in each row is needed for returns, of a dtype that numpy has{hint}",
             option="fields",
         )
 
