@@ -47,7 +47,7 @@ def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> Buffer
         size=ring.size,
         next_episode=ring.episodes.next,
         open_episodes=ring.episodes.state(),
-        cut_keys=[key for key in ring.cut_keys if ring.alive(np.array([key]))[0]],
+        cut_keys=ring.cut_keys_there(),
         stale_updates=stale_updates,
         limiter=parts.counts.state(),
         generator=generator_state(parts.rng),

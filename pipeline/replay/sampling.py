@@ -168,7 +168,7 @@ class Sampler:
             Relabelling.of(wanted.hindsight, layout, fields)  # before anything is drawn
         if wanted.where is not None:
             wanted.where.check(layout)
-            Matching(ring, wanted.where, self._column, None).mask(ring.keys()[:1])  # before anything is drawn
+            Matching(ring, wanted.where, self._column, None).mask(ring.one())  # before anything is drawn
         if wanted.stack > 1 and not _group(layout, fields.obs):
             layout.column(fields.obs)
 

@@ -57,9 +57,12 @@ def calls_of_a_life(tmp_path: Path, before: Path) -> list[str]:
     return files.calls
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], dict[int, Any]]:
+@pytest.fixture(scope="module", params=["fifo", "max"])
+def begun(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, list[str], dict[int, Any]]:
     """A run that was saved once, the calls of a life that goes on from it, and what each of its steps holds."""
+    OPTIONS["remove"] = "fifo" if request.param == "fifo" else {"by": request.param, "field": "reward"}
     folder = tmp_path_factory.mktemp("begun")
     states = the_states(folder / "whole")
     buffer, counter = made(folder / "run")

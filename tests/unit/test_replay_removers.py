@@ -357,6 +357,31 @@ def test_another_remover_takes_the_rows_over_but_not_the_oldest_first(tmp_path: 
         make().load_state_dict(fifo.state_dict())
 
 
+def test_rows_that_cannot_be_ordered_are_not_taken_back(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 9)
+        buffer.save(1, wait=True)
+        state = buffer.state_dict()
+    remove = {"by": "max", "field": "other"}
+    with make(tmp_path, remove=remove) as again, pytest.raises(ConfigError, match="there is none"):
+        again.resume()
+    with pytest.raises(ConfigError, match="there is none"):
+        make(remove=remove).load_state_dict(state)
+
+
+def test_steps_of_environments_are_added() -> None:
+    buffer = make(capacity=3, remove={"by": "min", "field": "reward"}, returns="numpy")
+    obs = np.zeros(2)
+    for reward in (1.0, 5.0, 3.0):
+        assert len(buffer.add(obs, 0, reward, obs, False, False)) == 1
+    assert list(buffer.add(obs, 0, 0.5, obs, True, False)) == [-1]
+    given = (np.zeros((2, 2)), np.zeros(2, int), np.array([9.0, 0.25]), np.zeros((2, 2)), np.zeros(2, bool))
+    keys = buffer.add(*given, np.zeros(2, bool), autoreset="disabled")
+    assert list(keys) == [3, -1]
+    assert min(buffer.sample(50)["reward"].tolist()) == 3
+    assert buffer.statistics().not_kept == 2
+
+
 @pytest.mark.parametrize("part", ["pool.keys.int64", "pool.at.int64", "pool.serials.int64"])
 def test_a_state_that_does_not_fit_together_is_refused(part: str) -> None:
     buffer = make()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.buffer.transitions.drawing import ROUNDS, Drawer, Floats, Ints, Starts
+from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints, Starts, rounds
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.buffer.transitions.uses import Uses
@@ -43,8 +43,8 @@ class ConsumingDrawer(Drawer):
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
         self._settle()
         drawn = np.empty(0, np.int64)
-        for _ in range(ROUNDS):
-            drawn = self._accepted(drawn, self._any(rng, count - len(drawn)), starts)
+        for tries in rounds(count, self.ring.size):
+            drawn = self._accepted(drawn, self._any(rng, tries), starts)[:count]
             if len(drawn) == count:
                 break
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,8 +17,19 @@ from pipeline.errors import ConfigError, Starved
 
 Ints = np.ndarray
 Floats = np.ndarray
-ROUNDS = 4
-"""How often what cannot be drawn is drawn again, before all that can be is listed."""
+_ROUNDS, _MOST_TRIES = 4, 1 << 14
+
+
+def rounds(missing: int, size: int) -> Iterator[int]:
+    """Yield how many rows are tried next, where not all can be drawn: twice as many each time, until listing all
+    that can be, out of ``size``, costs less."""
+    tries, spent = max(1, missing), 0
+    for round_ in itertools.count():
+        if round_ >= _ROUNDS and spent > size // 8:
+            return
+        yield tries
+        spent += tries
+        tries = min(2 * tries, max(missing, _MOST_TRIES))
 
 
 class Starts(Protocol):
@@ -49,12 +62,15 @@ class Drawer:
         keys = self._any(rng, count)
         if starts is None:
             return keys
-        for _ in range(ROUNDS):
-            wrong = np.flatnonzero(~starts.mask(keys))
+        wrong = np.flatnonzero(~starts.mask(keys))
+        for tries in rounds(len(wrong), self.ring.size):
             if not len(wrong):
                 return keys
-            keys[wrong] = self._any(rng, len(wrong))
-        wrong = np.flatnonzero(~starts.mask(keys))
+            # Of more tries than are missing those that can be drawn are taken in their order: each is as likely.
+            found = self._any(rng, tries)
+            found = found[starts.mask(found)][: len(wrong)]
+            keys[wrong[: len(found)]] = found
+            wrong = wrong[len(found) :]
         if len(wrong):
             keys[wrong] = self._of(rng, len(wrong), starts.all())
         return keys
@@ -169,16 +185,21 @@ class OrderedDrawer(Drawer):
         super().__init__(ring)
         self._options = options
         self._uses = None if options.uses is None else Uses(ring, options.uses)
+        self._used_up = 0
 
     def added(self, first: int, count: int) -> None:
         if self._uses is not None:
             self._uses.added(first, count)
 
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
-        keys = self.ring.keys() if starts is None else starts.all()
         if self._uses is None:
-            return self._first(keys, count)
-        drawn = self._first(keys[self._uses.left(keys) > 0], count)
+            return self._first(self.ring.keys() if starts is None else starts.all(), count)
+        if self._options.by == "fifo" and starts is None and not self.ring.scattered:
+            keys = self._oldest(self._uses, count)
+        else:
+            keys = self.ring.keys() if starts is None else starts.all()
+            keys = keys[self._uses.left(keys) > 0]
+        drawn = self._first(keys, count)
         self._uses.take(drawn)
         return drawn
 
@@ -188,10 +209,27 @@ class OrderedDrawer(Drawer):
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         if self._uses is not None:
             self._uses.load(arrays.get("used"))
+            self._used_up = 0
 
     def clear(self) -> None:
         if self._uses is not None:
             self._uses.clear()
+
+    def _oldest(self, uses: Uses, count: int) -> Ints:
+        """Return the oldest rows with uses left, ``count`` or more if there are so many."""
+        ring, width = self.ring, 4 * count
+        begin = self._used_up = max(self._used_up, ring.oldest)  # rows before that have none, and get none
+        while True:
+            keys = np.arange(begin, min(begin + width, ring.added))
+            open_ = keys[uses.left(keys) > 0]
+            if not len(open_):
+                begin = self._used_up = begin + len(keys)
+            if len(open_) >= count or begin + len(keys) >= ring.added:
+                break
+            width *= 4
+        if len(open_):
+            self._used_up = int(open_[0])
+        return open_
 
     def _first(self, keys: Ints, count: int) -> Ints:
         if count > len(keys):

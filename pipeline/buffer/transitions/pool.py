@@ -23,7 +23,7 @@ from pipeline.config import Remove
 from pipeline.errors import ConfigError
 
 Ints = np.ndarray
-_ONE_BY_ONE = 512
+_ONE_BY_ONE = 2500
 """Where so many times the new rows are fewer than those that are there, each is compared with the lowest alone."""
 
 
@@ -50,6 +50,8 @@ class Pool(Ring):
         self._sorted: tuple[int, Ints] = -1, self._last
 
     def like(self, schema: Schema | None) -> Pool:
+        if schema is not None:
+            self.check(schema)
         return Pool(TransitionStorage(self.capacity, schema), self.remove)
 
     @property
@@ -59,6 +61,9 @@ class Pool(Ring):
     @property
     def keys_end(self) -> int:
         return self._end
+
+    def one(self) -> Ints:
+        return self._keys[: min(1, self.size)].copy()
 
     def keys(self) -> Ints:
         if self._sorted[0] != self.added:
@@ -237,7 +242,7 @@ class Pool(Ring):
         if len(slots):
             self.about_to_change(self._keys[slots])
             self.storage.view(END)[slots] = CUT
-        self.cut_keys = [key for key in self.cut_keys if self.alive(np.array([key]))[0]] + keys
+        self.cut_keys = self.cut_keys_there() + keys
         return keys
 
     def clear(self) -> None:

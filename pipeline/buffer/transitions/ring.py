@@ -45,7 +45,11 @@ class Ring:
         self._irregular = 0  # from this key on, the next row of an episode lies `_stride` further, if there is one
 
     def like(self, schema: Schema | None) -> Ring:
-        """Return an empty one of the same kind, for rows of a schema."""
+        """Return an empty one of the same kind, for rows of a schema.
+
+        Raises:
+            ConfigError: they do not fit into memory, or cannot be ordered as they would have to be.
+        """
         return Ring(TransitionStorage(self.capacity, schema))
 
     def check(self, schema: Schema) -> None:
@@ -64,6 +68,10 @@ class Ring:
     def stride(self) -> int:
         """How far every row lies before the next of its episode; 0 if it is not the same for all."""
         return self._stride if self._irregular <= self.oldest else 0
+
+    def one(self) -> Ints:
+        """Return the key of some row that is there, or none."""
+        return np.arange(self.oldest, min(self.oldest + 1, self.added))
 
     def keys(self) -> Ints:
         """Return the keys of all rows, oldest first."""
@@ -256,6 +264,12 @@ class Ring:
         for key in keys:
             self.storage.view(END)[key % self.capacity] = CUT
         return keys
+
+    def cut_keys_there(self) -> list[int]:
+        """Return the keys of rows that are there with which an episode was cut."""
+        keys = np.array(self.cut_keys, np.int64)
+        there: list[int] = keys[self.alive(keys)].tolist()
+        return there
 
     def restore(self, added: int, size: int, cuts: list[int]) -> None:
         """Take back the counters, before the rows; :meth:`relink` follows when they are there."""
