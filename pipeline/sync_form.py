@@ -16,11 +16,12 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from pipeline.buffer import Batch
 from pipeline.checkpoint.triggers import CheckpointRequest, Then
-from pipeline.errors import ClosedError, EndOfSource, ForebayError, StoppedExit
+from pipeline.errors import ClosedError, EndOfSource, ForebayError, StoppedExit, UsageError
 from pipeline.ledger import Ledger
 from pipeline.records import Rollout
 from pipeline.sampler import Progress
 from pipeline.task import Task
+from pipeline.wiring.checkpointing import Checkpointing
 from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.saving import Capture, Saving
@@ -52,6 +53,35 @@ class SyncSaving:
         return f"SyncSaving(generation={self.generation}, step={self.step})"
 
 
+class _Turn:
+    """The right to make the next generation, for a verb that may be interrupted at any moment. All on the loop."""
+
+    def __init__(self, saves: Checkpointing) -> None:
+        self._saves = saves
+        self._held = self._given_up = False
+
+    async def take(self) -> bool:
+        """Wait for the generation before. Returns whether there is a directory to save in."""
+        held = await self._saves.acquire()
+        if held and self._given_up:  # whoever waited for it was interrupted
+            self._saves.fail(None)
+        else:
+            self._held = held
+        return held
+
+    def hand_on(self) -> None:
+        """Leave the rest to the loop, which gives the turn back at its end."""
+        self._held = False
+
+    def give_up(self, capture: Capture | None) -> bool:
+        """Give the turn back; return False if it was handed on."""
+        self._given_up = True
+        held, self._held = self._held, False
+        if held:
+            self._saves.fail(capture)
+        return held
+
+
 class SyncPipeline:
     """A :class:`~pipeline.Pipeline` for scripts that do not await. Use it with ``with``."""
 
@@ -60,9 +90,11 @@ class SyncPipeline:
         self._run = pipe._run
         self._portal_context: AbstractContextManager[BlockingPortal] | None = None
         self._portal: BlockingPortal | None = None
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         self._run.triggers.take_signals()
+        self._process = os.getpid()
         try:
             self._portal_context = start_blocking_portal("asyncio", name="forebay loop")
             self._portal = self._portal_context.__enter__()
@@ -86,7 +118,8 @@ class SyncPipeline:
             self._run.triggers.give_signals_back(failed=exc[1] is not None)
 
     def close(self) -> None:
-        """Interrupt what runs, end the leases, write what is queued, free the folder, and end the thread.
+        """Interrupt what runs, end the leases, write what is queued, free the folder, and end the thread. In a forked
+        child it does nothing: all of that is the parent's.
 
         Raises:
             ForebayError: something failed in the background and no verb has raised it yet.
@@ -97,9 +130,10 @@ class SyncPipeline:
             self._run.triggers.give_signals_back(failed=False)
 
     def _close(self) -> None:
-        if self._portal is None:
+        if self._portal is None or os.getpid() != self._process:
             return
         try:
+            self._do(self._run.no_more_verbs)
             self._call(self._run.close)
         finally:
             self._stop_loop()
@@ -111,9 +145,7 @@ class SyncPipeline:
 
     def _call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run an async function on the loop. If this thread is interrupted, so is the function."""
-        if self._portal is None:
-            raise ClosedError("the pipeline is not open; use `with Pipeline(...).sync() as pipe:`")
-        future = self._portal.start_task_soon(function, *args)
+        future = self._opened().start_task_soon(function, *args)
         try:
             return future.result()
         except BaseException:
@@ -122,9 +154,16 @@ class SyncPipeline:
 
     def _do(self, function: Callable[..., T], *args: Any) -> T:
         """Run a plain function on the loop's thread: state changes nowhere else."""
+        return self._opened().call(function, *args)
+
+    def _opened(self) -> BlockingPortal:
         if self._portal is None:
             raise ClosedError("the pipeline is not open; use `with Pipeline(...).sync() as pipe:`")
-        return self._portal.call(function, *args)
+        if os.getpid() != self._process:  # the loop's thread is not here: whoever called would wait for ever
+            raise UsageError(
+                f"this pipeline was opened by process {self._process}, of which this is a fork: use it there"
+            )
+        return self._portal
 
     # -- before the first rollout --------------------------------------------------------------------------------
 
@@ -156,10 +195,9 @@ class SyncPipeline:
         """See :meth:`pipeline.Pipeline.start`."""
         self._honour()
         if self._call(self._run.prepare_start, weights_current):
-            capture = self._capture(None, "start")
-            assert capture is not None
-            self._call(self._run.saves.commit, capture)
-            self._leave(capture.request, capture.saving)
+            saved = self._generation(None, "start", self._commit_now)
+            assert saved is not None
+            self._leave(*saved)
         self._honour()
         self._do(self._run.produce)
 
@@ -224,31 +262,47 @@ class SyncPipeline:
         return self._save(step, "save", replay_buffer=replay_buffer, external=own)
 
     def _save(self, step: int | None, reason: str, *, replay_buffer: bool = True, external: str = "") -> SyncSaving:
-        capture = self._capture(step, reason, replay_buffer=replay_buffer, external=external)
-        if capture is None:
+        how = {"replay_buffer": replay_buffer, "external": external}
+        saved = self._generation(step, reason, self._commit_later, **how)
+        if saved is None:
             assert step is not None
-            request, saving = self._do(self._run.saves.memory_save, step)
-        else:
-            request, saving = capture.request, self._do(self._run.commit_later, capture)
-        self._leave(request, saving)
-        return SyncSaving(saving, self._call)
+            saved = self._do(self._run.saves.memory_save, step)
+        self._leave(*saved)
+        return SyncSaving(saved[1], self._call)
 
-    def _capture(
-        self, step: int | None, reason: str, *, replay_buffer: bool = True, external: str = ""
-    ) -> Capture | None:
-        """Begin a generation and write the trainer's part of it, on this thread. None without a directory."""
+    def _generation(
+        self, step: int | None, reason: str, commit: Callable[[_Turn, Capture], None], **how: Any
+    ) -> tuple[CheckpointRequest | None, Saving] | None:
+        """Begin a generation, write the trainer's part of it on this thread, and leave the rest to the loop. None
+        without a directory. Interrupted before that, nothing of it stays."""
         saves, capture = self._run.saves, None
-        if not self._call(saves.acquire):
-            return None
+        turn = _Turn(saves)
         try:
+            if not self._call(turn.take):
+                return None
             states = saves.capture_states()
-            begin = partial(saves.begin, step, reason, states, replay_buffer=replay_buffer, external=external)
-            capture = self._do(begin)
+            capture = self._do(partial(saves.begin, step, reason, states, **how))
             saves.write_trainer(capture)
+            commit(turn, capture)
         except BaseException:
-            self._do(saves.fail, capture)
+            if self._do(turn.give_up, capture) and capture is not None:
+                capture.abandon()
             raise
-        return capture
+        return capture.request, capture.saving
+
+    def _commit_now(self, turn: _Turn, capture: Capture) -> None:
+        async def commit() -> None:
+            turn.hand_on()
+            await self._run.saves.commit(capture)
+
+        self._call(commit)
+
+    def _commit_later(self, turn: _Turn, capture: Capture) -> None:
+        def commit() -> None:
+            turn.hand_on()
+            self._run.commit_later(capture)
+
+        self._do(commit)
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[str]:

@@ -51,6 +51,8 @@ class Found(NamedTuple):
 
     complete: list[Stored]
     damaged: list[tuple[int, Damaged]]
+    unread: frozenset[int] = frozenset()
+    """Numbers of those among the damaged that the disk did not give; they may be whole."""
 
 
 def find_generations(layout: Layout, run_id: str) -> Found:
@@ -62,10 +64,13 @@ def find_generations(layout: Layout, run_id: str) -> Found:
     """
     complete: list[Stored] = []
     damaged: list[tuple[int, Damaged]] = []
+    unread: set[int] = set()
     try:
         names = [name for name in os.listdir(layout.generations) if _NAME.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         names = []
+    except OSError as error:
+        raise StoreError(f"{layout.generations}: cannot be read: {error}") from error
     for name in sorted(names, key=int):
         folder = os.path.join(layout.generations, name)
         path = os.path.join(folder, MANIFEST_FILE)
@@ -80,8 +85,10 @@ def find_generations(layout: Layout, run_id: str) -> Found:
             continue
         except NewerFormat:
             raise
-        except StoreError as error:
-            damaged.append((int(name), Damaged(str(error))))
+        except OSError as error:
+            damaged.append((int(name), Damaged(str(error) if isinstance(error, StoreError) else f"{path}: {error}")))
+            if not isinstance(error, Damaged):
+                unread.add(int(name))
             continue
         if manifest.run_id != run_id:
             raise OtherRun(
@@ -92,7 +99,7 @@ def find_generations(layout: Layout, run_id: str) -> Found:
             damaged.append((int(name), Damaged(f"{path}: says generation {manifest.generation}; renamed?")))
             continue
         complete.append(Stored(folder, manifest))
-    return Found(complete, damaged)
+    return Found(complete, damaged, frozenset(unread))
 
 
 def of_kind(found: Found, kind: str, where: str) -> Found:

@@ -77,8 +77,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes, with its own checksum in it."""
     fields = msgspec.to_builtins(manifest)
+    for name in ("options", "tasks"):
+        fields[name] = _printable(fields[name])
     fields["checksum"] = _checksum(fields)
     return msgspec.json.format(msgspec.json.encode(fields)) + b"\n"
+
+
+def _printable(value: Any) -> Any:
+    """Return what is there for people so that UTF-8 has it: the name of a folder may be bytes that are no text."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value
 
 
 def _checksum(fields: dict[str, Any]) -> str:

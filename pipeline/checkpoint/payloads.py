@@ -60,7 +60,7 @@ class PayloadCopy:
 
     def __init__(self, layout: Layout, run_tag: int, writer: StoreWriter) -> None:
         self._layout, self._writer = layout, writer
-        self._reader = PayloadReader(layout, run_tag)
+        self._reader = PayloadReader(layout, run_tag, forgiving=True)
 
     def copy(self, places: Iterable[Place], lives: dict[int, int]) -> tuple[Places, list[Unreadable]]:
         """Copy what is whole.

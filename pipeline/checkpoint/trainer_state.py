@@ -19,16 +19,16 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.errors import ConfigError, Damaged, UsageError
+from pipeline.errors import ConfigError, Damaged, StoreError, UsageError
 from pipeline.interfaces import Stateful
 from pipeline.store.blocks import crc32c_more, crc32c_of_file
 from pipeline.store.codec import TensorBytes, read_blob, tensor_bytes
-from pipeline.store.files import FilesLike, open_plain, plain_handle
+from pipeline.store.files import FilesLike, open_plain, plain_handle, size_of
 from pipeline.store.memory import available_memory
 from pipeline.store.plain import MARK, PlainValueError, from_plain, to_plain
 
 TREE_KEY = "__tree__"
-_ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")  # with its suffix, the name of a file
 _CHUNK = 4 << 20  # the checksum of a chunk holds the interpreter's lock, and leaves it in the cache
 
 
@@ -40,7 +40,7 @@ def check_attachable(objects: Mapping[str, Any]) -> None:
     """
     for name, each in objects.items():
         if not _ATTACHED_NAME.fullmatch(name):
-            raise ConfigError.of("attach", name, "names are letters, digits, '_', '-' and '.'")
+            raise ConfigError.of("attach", name, "names are letters, digits, '_', '-' and '.', up to 200 of them")
         if not isinstance(each, Stateful):
             raise ConfigError(
                 f"attach({name}=...): {type(each).__name__} has no state_dict() and load_state_dict()", option=name
@@ -205,6 +205,8 @@ def _read_checked(path: str, *, size: int, checksum: str) -> memoryview:
         while count := os.preadv(handle, [view[end : end + _CHUNK]], end):
             actual = crc32c_more(actual, view[end : end + count])
             end += count
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
     finally:
         os.close(handle)
     if f"{actual:08x}" != checksum:
@@ -240,7 +242,7 @@ def check_file(path: str, *, size: int, checksum: str | None) -> None:
 def _check_size(path: str, size: int) -> None:
     try:
         with open_plain(path) as file:
-            found = os.fstat(file.fileno()).st_size
+            found = size_of(file.fileno(), path)
     except FileNotFoundError:
         raise Damaged(f"{path}: missing, though the generation's manifest lists it ({size} bytes)") from None
     if found != size:

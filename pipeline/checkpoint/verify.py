@@ -122,7 +122,7 @@ class _Check:
                     check_listed(stored, info)
                 elif _size(path) != info.bytes:
                     self._note(path, f"{path}: has {_size(path)} bytes; the manifest says {info.bytes}")
-            except ForebayError as error:
+            except (ForebayError, OSError) as error:
                 self._note(path, error)
 
     def _blocks(self, stored: Stored) -> None:
@@ -135,7 +135,7 @@ class _Check:
         self.payloads += len(places)
         if not self.quick:
             unseen = [place for place in places if place not in self._whole]
-            for place, error in PayloadReader(self.layout, self.tag).damaged(unseen):
+            for place, error in PayloadReader(self.layout, self.tag, forgiving=True).damaged(unseen):
                 self._note(self.layout.segment(*place[2].segment_key), error)
 
     def _journals(self, journals: list[JournalName], stored: list[Stored]) -> None:
@@ -168,7 +168,7 @@ class _Check:
         if self.quick:
             return
         unseen = [place for place in there if place not in self._whole]
-        for place, error in PayloadReader(self.layout, self.tag).damaged(unseen):
+        for place, error in PayloadReader(self.layout, self.tag, forgiving=True).damaged(unseen):
             if named[place] <= marks[-1]:
                 at = place[2]
                 self._note(self.layout.segment(*at.segment_key), error)

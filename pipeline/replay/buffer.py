@@ -330,3 +330,4 @@ def _not_after_fork(buffer: ReplayBuffer) -> None:
 def _mark_forked() -> None:
     for buffer in _buffers:
         buffer._forked = True
+        buffer.gate = Gate()  # a thread of the parent may have held the lock, and is not here to give it back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -82,7 +83,8 @@ class Due:
         """
         saving.wait()
         if self._reason == "stop file":
-            os.unlink(self._stop_file)
+            with contextlib.suppress(OSError):  # whoever made it may have taken it back
+                os.unlink(self._stop_file)
         reason, self._reason = self._reason, ""
         raise StoppedExit(self._code, reason, saving.step, saving.generation)
 

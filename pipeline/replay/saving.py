@@ -11,7 +11,7 @@ from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import choose, with_offer
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
 from pipeline.config import ReplayOptions
-from pipeline.errors import Damaged, UsageError
+from pipeline.errors import ClosedError, Damaged, UsageError, WriteFailed
 from pipeline.observe import events
 from pipeline.replay.gate import Gate
 from pipeline.replay.job import Job
@@ -33,17 +33,19 @@ class ReplayResumed(NamedTuple):
 
 
 class Saver:
-    """Saves and resumes one buffer. ``save`` and ``resume`` belong to the trainer's thread."""
+    """Saves and resumes one buffer. ``find``, ``take_over`` and ``ready`` belong to whoever holds :attr:`lock`."""
 
     def __init__(self, options: ReplayOptions, gate: Gate, files: FilesLike | None = None) -> None:
         self.store = ReplayStore(options, files) if options.directory is not None else None
         self._options, self._gate = options, gate
         self.attached: dict[str, Any] = {}
+        self.lock = threading.RLock()
+        """One save, resume or close at a time. It is taken before the buffer's own lock, never after it."""
         self.stale_updates = 0
-        self._ready = False
+        self._ready = self._closed = False
         self._unknown: dict[str, Any] = {}
+        self._newest = True  # whether what is resumed is the newest generation
         self._saving: Saving | None = None
-        self._thread: threading.Thread | None = None
         self.saved_step = 0
 
     def attach(self, objects: Mapping[str, Any]) -> None:
@@ -62,29 +64,48 @@ class Saver:
 
         Raises:
             UsageError: there is no directory, or the folder is in use and was not resumed.
+            ClosedError: the folder was given back.
             WriteFailed: the trainer's state, or the generation before this one, could not be written.
         """
-        store = self._opened()
-        if not self._ready:
-            self._check_unused(store)
-        if step.__class__ is not int or step < 0:
-            raise UsageError(f"save(step={step!r}): a whole number from 0 on is needed")
-        self.finish()
-        with self._gate.lock:  # what is attached may draw from the buffer: both are of one moment
-            states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
-            job = self._job(parts)
+        with self.lock:
+            store = self._opened()
+            if not self._ready:
+                self._check_unused(store)
+            if step.__class__ is not int or step < 0:
+                raise UsageError(f"save(step={step!r}): a whole number from 0 on is needed")
+            self.finish()
+            with self._gate.lock:  # what is attached may draw from the buffer: both are of one moment
+                states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
+                job = self._job(parts)
+            try:
+                generation = store.begin(step, states, list(self.attached))
+            except BaseException:
+                job.close()
+                raise
+            self._start(store, generation, job)
+            self.saved_step = step
+            return generation.saving
+
+    def _start(self, store: ReplayStore, generation: Generation, job: Job | PoolJob) -> None:
+        """Write beside the trainer. If no thread can be had for that, or a signal comes before it has begun, nothing
+        of the generation stays."""
+        self._saving = saving = generation.saving
+        thread = threading.Thread(target=self._write, args=(store, generation, job), name="forebay save")
         try:
-            generation = store.begin(step, states, list(self.attached))
-        except BaseException:
-            job.close()
+            thread.start()
+        except BaseException as error:
+            if saving.claim():
+                job.close()
+                generation.abandon()
+                self._saving = None
+                saving.end(error)
+                if isinstance(error, RuntimeError):
+                    raise WriteFailed(f"save(step={saving.step}): no thread could be started: {error}") from error
             raise
-        self.saved_step = step
-        self._saving = generation.saving
-        self._thread = threading.Thread(target=self._write, args=(store, generation, job), name="forebay save")
-        self._thread.start()
-        return generation.saving
 
     def _write(self, store: ReplayStore, generation: Generation, job: Job | PoolJob) -> None:
+        if not generation.saving.claim():
+            return
         try:
             store.commit(generation, job, self._unknown)
         except BaseException as error:
@@ -93,14 +114,14 @@ class Saver:
             generation.saving.end()
 
     def finish(self) -> None:
-        """Wait for the generation that is being written.
+        """Wait for the generation that is being written. Interrupted in that, it may be waited for again.
 
         Raises:
             WriteFailed: it could not be, and nobody was told yet.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        saving = self._saving
+        if saving is not None:
+            saving.wait_until_done()
         self.raise_failed()
 
     def raise_failed(self) -> None:
@@ -146,6 +167,7 @@ class Saver:
                 choose(found, step, store.folder.layout.directory)
             return None
         stored = choose(found, step, store.folder.layout.directory)
+        self._newest = stored is found.complete[-1]
         layout, tag = store.folder.layout, store.folder.tag
         try:
             found_there = read(layout, tag, stored, list(self.attached), ring)
@@ -180,7 +202,7 @@ class Saver:
         manifest = found.stored.manifest
         self.saved_step = manifest.step
         store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=parts.ring.size)
-        if store.find().complete[-1].manifest.generation != manifest.generation:
+        if not self._newest:
             # Otherwise a crash would bring back what came after it, and was let go.
             generation = store.begin(manifest.step, (), list(self.attached))
             generation.link(found.stored)
@@ -192,6 +214,8 @@ class Saver:
     def _opened(self) -> ReplayStore:
         if self.store is None:
             raise UsageError("the buffer has no directory: build it with directory= to save and resume it")
+        if self._closed:  # another process may have gone on from there, and let go what this one knows of
+            raise ClosedError("this buffer's folder was given back by close(): build another buffer, and resume() it")
         self.store.open()
         return self.store
 
@@ -217,8 +241,11 @@ class Saver:
 
     def close(self) -> None:
         """Wait for what is being written, and give the folder back."""
-        try:
-            self.finish()
-        finally:
-            if self.store is not None:
-                self.store.close()
+        with self.lock:
+            try:
+                self.finish()
+            finally:
+                # Interrupted before it was done, its thread still writes there: the folder is not given back yet.
+                if self.store is not None and (self._saving is None or self._saving.done):
+                    self._closed = self._closed or self.store.opened
+                    self.store.close()

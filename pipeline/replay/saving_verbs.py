@@ -32,6 +32,7 @@ class SavingVerbs:
     _saver: Saver
     _due: Due | None
     _own: Parts
+    _forked: bool
 
     def _usable(self) -> None:
         raise NotImplementedError
@@ -106,21 +107,22 @@ class SavingVerbs:
             Locked: another process writes there.
         """
         self._usable()
-        with self.gate.lock:
-            found = self._saver.find(step, self.ring)
-            parts = self._own
-            if found is not None:
-                parts = self._parts(found.ring)
-                self._saver.take_over(found, parts)
-                for name, each in self._saver.attached.items():
-                    each.load_state_dict(found.states[name])
-                self._use(parts)
-                if not continue_episodes:
-                    self.ring.cut()
-            self.listen()
-            if self._due is not None:
-                self._due.saved(0 if found is None else found.stored.manifest.step)
-        resumed = self._saver.ready(found, self._own)
+        with self._saver.lock:
+            with self.gate.lock:
+                found = self._saver.find(step, self.ring)
+                parts = self._own
+                if found is not None:
+                    parts = self._parts(found.ring)
+                    self._saver.take_over(found, parts)
+                    for name, each in self._saver.attached.items():
+                        each.load_state_dict(found.states[name])
+                    self._use(parts)
+                    if not continue_episodes:
+                        self.ring.cut()
+                self.listen()
+                if self._due is not None:
+                    self._due.saved(0 if found is None else found.stored.manifest.step)
+            resumed = self._saver.ready(found, self._own)
         self.gate.changed()
         return resumed
 
@@ -231,7 +233,10 @@ class SavingVerbs:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for what is being written, and give back the folder and the signals. The rows stay."""
+        """Wait for what is being written, and give back the folder and the signals. The rows stay, but cannot be saved
+        any more. In a forked child it does nothing: the folder and the files are the parent's."""
+        if self._forked:
+            return
         try:
             self._saver.close()
         finally:

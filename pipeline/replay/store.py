@@ -39,6 +39,7 @@ class Saving:
     def __init__(self, generation: int, step: int) -> None:
         self.generation, self.step = generation, step
         self._done = threading.Event()
+        self._claimed = threading.Lock()
         self._error: BaseException | None = None
         self.told = False
 
@@ -64,6 +65,14 @@ class Saving:
             self.told = True
             raise self._error
         return True
+
+    def wait_until_done(self) -> None:
+        """Wait until it has ended, well or not."""
+        self._done.wait()
+
+    def claim(self) -> bool:
+        """Return True to the first who asks: that one ends it."""
+        return self._claimed.acquire(blocking=False)
 
     def end(self, error: BaseException | None = None) -> None:
         """Note how it ended."""
@@ -275,10 +284,18 @@ class Generation:
             raise
 
     def link(self, stored: Stored) -> None:
-        """Take over the trainer's files of another generation by reference."""
-        for info in stored.manifest.files:
-            if info.path.startswith(TRAINER_FOLDER + "/"):
-                self.writer.link(info.path, os.path.join(stored.folder, info.path), info)
+        """Take over the trainer's files of another generation by reference.
+
+        Raises:
+            WriteFailed: they could be neither linked nor copied; nothing of the generation stays.
+        """
+        try:
+            for info in stored.manifest.files:
+                if info.path.startswith(TRAINER_FOLDER + "/"):
+                    self.writer.link(info.path, os.path.join(stored.folder, info.path), info)
+        except OSError as error:
+            self.abandon()
+            raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. {RETRY}") from error
 
     def abandon(self) -> None:
         """Remove what was written, as far as the disk lets us; the next commit tries again."""

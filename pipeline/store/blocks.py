@@ -13,7 +13,8 @@ from typing import Self
 import google_crc32c
 import numpy as np
 
-from pipeline.store.files import plain_handle
+from pipeline.errors import StoreError
+from pipeline.store.files import plain_handle, size_of
 
 _BLOCK = 256 << 10  # it stays in the cache of a core
 
@@ -34,10 +35,11 @@ class Blocks:
 
     Raises:
         Damaged: it is no plain file.
-        OSError: it cannot be opened; every method: it cannot be read.
+        StoreError: it cannot be opened; every method: it cannot be read.
     """
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._file = plain_handle(path)
         self._block = memoryview(b"")
         self._start = self._end = 0
@@ -46,19 +48,23 @@ class Blocks:
     def holds(self, end: int) -> bool:
         """Whether the file has ``end`` bytes; it may be growing."""
         if end > self._size:
-            self._size = os.fstat(self._file).st_size
+            self._size = size_of(self._file, self._path)
         return end <= self._size
 
     def size(self) -> int:
         """Return how many bytes the file has now."""
-        return os.fstat(self._file).st_size
+        return size_of(self._file, self._path)
 
     def part(self, offset: int, most: int) -> memoryview:
         """Return up to ``most`` bytes at ``offset``, none at the file's end alone; valid until the next call."""
         if not self._start <= offset < self._end:
             if not self._block:
-                self._block = memoryview(bytearray(min(_BLOCK, max(64, os.fstat(self._file).st_size))))
-            self._start, self._end = offset, offset + os.preadv(self._file, [self._block], offset)
+                self._block = memoryview(bytearray(min(_BLOCK, max(64, size_of(self._file, self._path)))))
+            try:
+                self._start, self._end = offset, offset + os.preadv(self._file, [self._block], offset)
+            except OSError as error:
+                self._start = self._end = 0
+                raise StoreError(f"{self._path} at byte {offset}: cannot be read: {error}") from error
         at = offset - self._start
         return self._block[at : min(at + most, self._end - self._start)]
 
@@ -76,7 +82,10 @@ class Blocks:
 
     def exactly(self, offset: int, length: int) -> bytes:
         """As :meth:`take`, but nothing around it is read: for pieces that lie here and there."""
-        found = os.pread(self._file, length, offset)
+        try:
+            found = os.pread(self._file, length, offset)
+        except OSError as error:
+            raise StoreError(f"{self._path} at byte {offset}: cannot be read: {error}") from error
         if len(found) < length:  # at the end, or of more than 2 GB
             found += self.take(offset + len(found), length - len(found))
         return found

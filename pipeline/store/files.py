@@ -53,10 +53,27 @@ def plain_handle(path: str) -> int:
         raise
     except (OSError, ValueError) as error:  # a name may be none that the operating system knows
         raise StoreError(f"{path}: cannot be opened: {error}") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    try:
+        plain = stat.S_ISREG(os.fstat(handle).st_mode)
+    except OSError as error:
+        os.close(handle)
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+    if not plain:
         os.close(handle)
         raise Damaged(f"{path}: a folder or a special file, where a plain one belongs")
     return handle
+
+
+def size_of(handle: int, path: str) -> int:
+    """Return how long an open file is.
+
+    Raises:
+        StoreError: that cannot be found out.
+    """
+    try:
+        return os.fstat(handle).st_size
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
 class FilesLike(Protocol):

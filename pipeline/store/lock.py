@@ -7,6 +7,7 @@ the lock by the kernel, so holders inside this process are kept in a table of th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -105,6 +106,11 @@ class RunLock:
     def holds(self) -> bool:
         """Whether this process (no forked child of it) has the lock."""
         return self._key is not None and _held.get(self._key) == os.getpid()
+
+    def __del__(self) -> None:
+        # A run that was dropped without being closed is not written any more, and nobody could close it.
+        with contextlib.suppress(Exception):
+            self.release()
 
     def release(self) -> None:
         """Give the lock back; does nothing when it is not held."""

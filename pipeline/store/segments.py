@@ -114,9 +114,16 @@ def read_blocks(path: str) -> list[Block]:
 class PayloadReader:
     """Reads payload frames by location, keeping no file open between calls. Blocks: call it in a thread."""
 
-    def __init__(self, layout: Layout, run_tag: int) -> None:
+    def __init__(self, layout: Layout, run_tag: int, *, forgiving: bool = False) -> None:
+        """Args:
+        layout: the run's paths.
+        run_tag: the run's tag.
+        forgiving: whether what cannot be read is damaged, as for who looks for damage. By default it is a StoreError:
+            what the disk, the network or a limit of open files refuses now may be read again later.
+        """
         self._layout = layout
         self._run_tag = run_tag
+        self._damaged: tuple[type[StoreError], ...] = (Damaged, StoreError) if forgiving else (Damaged,)
 
     def read_many(self, places: Iterable[Place]) -> dict[tuple[int, int], bytes]:
         """Return the blobs of some places by (uid, member).
@@ -152,6 +159,7 @@ class PayloadReader:
     def _look(self, places: Iterable[Place], *, keep: bool) -> Iterator[tuple[Place, bytes | Damaged]]:
         """Yield each place with what lies there, file by file; without ``keep`` with nothing, if that is whole."""
         by_file: dict[tuple[int, int, int], list[Place]] = {}
+        gone: tuple[type[Exception], ...] = (FileNotFoundError, *self._damaged)
         for place in places:
             where = place[2]
             by_file.setdefault(where.segment_key, []).append(place)
@@ -160,7 +168,7 @@ class PayloadReader:
             wanted = sorted(by_file[number], key=_offset)
             try:
                 blocks = Blocks(path)
-            except (FileNotFoundError, StoreError) as error:
+            except gone as error:
                 how = "the segment is missing" if isinstance(error, FileNotFoundError) else str(error)
                 absent = Damaged(f"{path}: {how}; it holds uid {wanted[0][0]} and more. Restore the file from a copy.")
                 yield from ((place, absent) for place in wanted)
@@ -170,6 +178,12 @@ class PayloadReader:
                     yield place, self._frame(blocks, path, place, keep)
 
     def _frame(self, blocks: Blocks, path: str, place: Place, keep: bool) -> bytes | Damaged:
+        try:
+            return self._whole_frame(blocks, path, place, keep)
+        except self._damaged as error:
+            return Damaged(f"{error}; it holds uid {place[0]}, member {place[1]}. Restore the file from a copy.")
+
+    def _whole_frame(self, blocks: Blocks, path: str, place: Place, keep: bool) -> bytes | Damaged:
         uid, member, location = place
         begin = location.offset + HEADER_BYTES
         # What is kept lies here and there: no more is read than is wanted.

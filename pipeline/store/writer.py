@@ -7,7 +7,8 @@ Guarantees:
 * where a payload will lie is decided when it is queued, so its event can name the place at once;
 * ``take`` and ``append`` belong to the loop's thread and never block; ``write``, ``sync`` and ``close`` block,
   belong to one other thread at a time, and touch only what they were handed;
-* after a failed write or sync nothing more is written: the error is kept and raised by every later call.
+* after a failed write or sync nothing more is written: the error is kept and raised by every later call;
+* a forked child writes nothing: the files are its parent's, and where the parent writes on is the child's to guess.
 
 The synchronous :class:`StoreWriter` is the seam: a thread drives it in real time, and a test may call it inline
 over an injected file layer. :class:`WriterService` is the asynchronous shell around it.
@@ -87,6 +88,7 @@ class StoreWriter:
         self._segment_handle = self._sealed_handle = -1  # of the two newest segments
         self._unsynced_folders = {layout.journals}
         self.error: WriteFailed | None = None
+        self._process = os.getpid()
         self._journal_path = layout.journal(incarnation, rank)
         try:
             self._journal = files.create(self._journal_path)
@@ -222,7 +224,7 @@ class StoreWriter:
         """
         before = self.error
         try:
-            if self._segment_handle >= 0 and before is None:
+            if self._segment_handle >= 0 and before is None and os.getpid() == self._process:
                 self._seal()
         except OSError as error:
             self._failed("seal", error)
@@ -300,6 +302,8 @@ class StoreWriter:
     def _guard(self) -> None:
         if self.error is not None:
             raise self.error
+        if os.getpid() != self._process:
+            raise WriteFailed(f"{self._layout.directory}: belongs to process {self._process}; this is a fork of it")
 
     def _failed(self, verb: str, error: Exception) -> WriteFailed:
         self.error = WriteFailed(

@@ -52,7 +52,7 @@ class DeadSegments:
             FileNotFoundError: it is not there.
         """
         path = self.path(key)
-        size = os.path.getsize(path)  # it may be gone since it was looked at
+        size = os.path.getsize(path)  # asked for each time: somebody may have removed it since
         if key not in self._bytes:
             later = self._layout.segment(key[0], key[1], key[2] + 2)
             if not os.path.lexists(later):  # what is older was sealed and synced before the next but one was begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from pipeline.checkpoint.generations import find_generations, next_number
-from pipeline.errors import ForebayError, StoreError
+from pipeline.errors import ForebayError, StoreError, WriteFailed
 from pipeline.records import Closed, Inherited, Opened
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import read_journals
@@ -61,8 +61,16 @@ class RunFolder:
 
         Raises:
             Locked: another process has taken it.
+            WriteFailed: that cannot be told, or its lock was removed.
         """
-        self._lock.keep()
+        try:
+            self._lock.keep()
+        except ForebayError:
+            raise
+        except OSError as error:
+            raise WriteFailed(
+                f"{self.layout.lock_file}: cannot be read or locked: {error}. A retry may work"
+            ) from error
 
     def release(self) -> None:
         """Give the lock back."""

@@ -37,6 +37,7 @@ class Retention:
         self._complete: list[Stored] | None = None
         self._needs: Needs | None = None
         self._reusable: set[int] = set()
+        self._unread: frozenset[int] = frozenset()
 
     def reusable(self, manifest: Manifest) -> list[int]:
         """Return the generations whose resume may use what came after them, once ``manifest`` is committed.
@@ -45,7 +46,8 @@ class Retention:
         that is so it stays so, whatever ``keep`` says later.
         """
         if self._complete is None:
-            self._complete = find_generations(self._layout, manifest.run_id).complete
+            found = find_generations(self._layout, manifest.run_id)
+            self._complete, self._unread = found.complete, found.unread
         there = {each.manifest.generation for each in self._complete}
         said = self._complete[-1].manifest.reusable if self._complete else None
         before = there if said is None else there & set(said)
@@ -64,9 +66,14 @@ class Retention:
         self._complete.append(stored)
         try:
             self._retire(stored)
-            self._collect(stored, live, open_segment)
-        except OSError as error:
-            self._state.log.warning(events.GENERATION_REMOVED, generation=None, error=str(error))
+            if not self._unread:
+                self._collect(stored, live, open_segment)
+                return
+            which = ", ".join(map(str, sorted(self._unread)))
+            error = f"no segment is removed in this life: the disk did not give the manifests of generations {which}"
+            self._state.log.warning(events.GENERATION_REMOVED, generation=None, error=error)
+        except OSError as failed:
+            self._state.log.warning(events.GENERATION_REMOVED, generation=None, error=str(failed))
 
     def _kept(self) -> Kept:
         options = self._state.options

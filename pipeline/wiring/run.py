@@ -210,6 +210,11 @@ class Run:
         if first and self._saver is not None:
             self._saver.raise_failed()
 
+    def no_more_verbs(self) -> None:
+        """Note that the trainer's thread calls no verb any more, and that one which was interrupted will not go on."""
+        if self._saver is not None:
+            self._saver.no_more_verbs = True
+
     # -- attach, resume, start -----------------------------------------------------------------------------------
 
     def attach(self, objects: dict[str, Any]) -> None:
@@ -430,6 +435,8 @@ class Run:
         Raises:
             ForebayError: the run ended while the trainer's files were being written; there is no such generation.
         """
+        if self._saver is not None:
+            self._saver.finishing = True
         if self._spawn(self.saves.finish_later, "forebay commit", capture):
             return capture.saving
         capture.abandon()

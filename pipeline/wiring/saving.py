@@ -127,6 +127,10 @@ class Saver:
         self._state, self._files, self._layout, self._in_thread = state, files, layout, in_thread
         self.busy = False
         """Whether a generation is being written."""
+        self.no_more_verbs = False
+        """Whether nobody will go on with a generation that a verb had begun when it was interrupted."""
+        self.finishing = False
+        """Whether a task is at :meth:`finish`, or about to be."""
         self._free = Signal()
         self._failed: Saving | None = None
         self.retention = Retention(state, files, layout)
@@ -162,12 +166,12 @@ class Saver:
 
     def release(self) -> None:
         """End what :meth:`acquire` began."""
-        self.busy = False
+        self.busy = self.finishing = False
         self._free.notify()
 
     async def idle(self) -> None:
         """Wait until no generation is being written."""
-        await self._free.wait_for(lambda: not self.busy)
+        await self._free.wait_for(lambda: not self.busy or (self.no_more_verbs and not self.finishing))
 
     def raise_failed(self) -> None:
         """Raise the error of a generation that failed after its ``save`` had returned; once, and to one."""
@@ -227,7 +231,7 @@ class Saver:
             WriteFailed: the generation does not exist; those before it do.
         """
         state = self._state
-        begun = state.clock.now()
+        begun, self.finishing = state.clock.now(), True
         try:
             stored = await self._finish(capture)
             self.committed = True

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pipeline.checkpoint.generations import (
+    Found,
     GenerationWriter,
     Kept,
     Stored,
@@ -43,9 +44,9 @@ def numbers(layout: Layout, run: RunFile) -> list[tuple[int, int]]:
 class TestFinding:
     def test_an_empty_or_absent_folder_holds_none(self, run: tuple[Layout, RunFile]) -> None:
         layout, marker = run
-        assert find_generations(layout, marker.run_id) == ([], [])
+        assert find_generations(layout, marker.run_id) == Found([], [])
         os.rmdir(layout.generations)
-        assert find_generations(layout, marker.run_id) == ([], [])
+        assert find_generations(layout, marker.run_id) == Found([], [])
         assert next_number(layout) == 0
         with pytest.raises(StoreError, match="holds no complete generation"):
             choose(find_generations(layout, marker.run_id), None, "runs/a")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
-from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots
 from pipeline.errors import Damaged
@@ -81,6 +81,8 @@ def decode_block(blob: Any, schema: Schema, count: int, where: str) -> Arrays:
                 "was expected"
             )
         arrays[column.name] = tensor.array.view(column.bits).reshape(shape)
+    # An episode may have been cut between the moment that was saved and the writing; `cut_keys` are of that moment.
+    arrays[END] = np.where(arrays[END] == CUT, 0, arrays[END])
     return arrays
 
 
