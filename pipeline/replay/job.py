@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,28 @@ class Piece(NamedTuple):
     blob: memoryview
 
 
+_FEW = 16
+
+
+def merged_from(blocks: Sequence[Block], whole: int) -> int:
+    """Return from which of the blocks on the rows are to be written again, as one block; their number if none is.
+
+    Where 16 blocks of about one size follow each other at the end, they become one, and so do 16 such ones. So a row is
+    written again once for each factor of 16 between a save's rows and the ``whole`` of a block, and there are no more
+    than 16 blocks of each of these sizes.
+    """
+    begin, size = len(blocks), 0
+    while begin and 2 * (unit := size or blocks[-1].count) < whole:
+        first = begin
+        while first and blocks[first - 1].count <= 2 * unit:
+            first -= 1
+        if begin - first + (size > 0) < _FEW:
+            break
+        size += sum(block.count for block in blocks[first:begin])
+        begin = first
+    return begin
+
+
 class Job:
     """Everything that one generation holds of a buffer, as of one moment.
 
@@ -36,11 +58,12 @@ class Job:
         gate: its lock, which the caller holds.
         state: its state.
         values: what grows with the buffer beside the rows; copies.
-        first: rows before this key are on the disk.
+        first: rows before this key are on the disk, in blocks that stay.
         """
         self.state, self.values = state, values
         self._ring, self._gate = ring, gate
-        self._next, self._end = max(first, ring.oldest), ring.added
+        self._first = self._next = max(first, ring.oldest)
+        self._end = ring.added
         self._ready: deque[Piece] = deque()
         if self._next < self._end:
             ring.before_overwriting = self._hand_over
@@ -48,7 +71,7 @@ class Job:
     def kept(self, blocks: list[Block]) -> list[Block]:
         """Return those of the blocks on the disk that the generation needs."""
         oldest = self.state.added - self.state.size
-        return [block for block in blocks if block.first + block.count > oldest]
+        return [block for block in blocks if block.first + block.count > oldest and block.first < self._first]
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every row that is not on the disk, oldest first. Blocks, and belongs to one thread."""

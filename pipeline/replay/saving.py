@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from pipeline.buffer.transitions.blocks import rows_of_block
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import choose, with_offer
@@ -14,7 +15,7 @@ from pipeline.config import ReplayOptions
 from pipeline.errors import ClosedError, Damaged, UsageError, WriteFailed
 from pipeline.observe import events
 from pipeline.replay.gate import Gate
-from pipeline.replay.job import Job
+from pipeline.replay.job import Job, merged_from
 from pipeline.replay.loading import Read, read
 from pipeline.replay.parts import Parts, check_sharing, restore, state_of, tag_of, values_of
 from pipeline.replay.pooling import PoolJob, assign_places
@@ -144,9 +145,13 @@ class Saver:
         return Job(parts.ring, self._gate, state, values_of(parts), self._first(parts.ring))
 
     def _first(self, ring: Ring) -> int:
-        """The key from which on rows are not on the disk."""
+        """The key from which on rows are written: that of the first one which is not on the disk, or an earlier one,
+        where many small blocks had better be one."""
         assert self.store is not None
         blocks = self.store.blocks
+        begin = merged_from(blocks, rows_of_block(ring))
+        if begin < len(blocks):
+            return max(blocks[begin].first, ring.oldest)
         return max(blocks[-1].first + blocks[-1].count if blocks else 0, ring.oldest)
 
     # -- resuming ----------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ from pipeline import (
 from pipeline.buffer.transitions.columns import flat
 from pipeline.checkpoint import salvage, verify
 from pipeline.config import Ordered
+from pipeline.replay.job import merged_from
 from pipeline.replay.store import ReplayStore
+from pipeline.store.segments import Block
 from tests.support.disk import ScriptedFiles, tree
 from tests.support.replaying import CAPACITY, Counter, contents, draws, fill, rows
 from tests.support.runs import task
@@ -538,3 +540,35 @@ def test_half_a_word_that_a_generator_holds_is_saved(tmp_path: Path, drawn: int)
         again.resume()
         found = again._rng.integers(0, 1000, 3, dtype=np.int32).tolist()
         assert found + again.sample(9).keys.tolist() == expected
+
+
+def test_many_small_saves_leave_few_blocks(tmp_path: Path) -> None:
+    with make(tmp_path, 5_000) as buffer:
+        for step in range(300):
+            buffer.extend({"x": np.arange(5) + 5 * step})
+            buffer.save(step, wait=True)
+        assert buffer._saver.store is not None
+        assert len(buffer._saver.store.blocks) <= 2 * 16
+        before = contents(buffer)
+    with make(tmp_path, 5_000) as again:
+        assert again.resume(continue_episodes=True).rows == 1500
+        assert contents(again) == before
+    assert verify(str(tmp_path)).whole
+
+
+@pytest.mark.parametrize("rows_of_a_save", [1, 7, 100])
+def test_rows_are_written_again_once_for_each_size_of_block(rows_of_a_save: int) -> None:
+    blocks: list[Block] = []
+    written = most = added = 0
+    whole = 20_000
+    while added < 10 * whole:
+        begin = merged_from(blocks, whole)
+        first = blocks[begin].first if begin < len(blocks) else added
+        added += rows_of_a_save
+        blocks = [*blocks[:begin], Block(first, added - first, 1, 0, 1, 0, 0)]
+        written += added - first
+        most = max(most, sum(block.count < whole // 2 for block in blocks))
+    assert [block.first for block in blocks] == [0, *np.cumsum([block.count for block in blocks]).tolist()[:-1]]
+    sizes = np.log(whole / rows_of_a_save) / np.log(16)
+    assert written <= (2 + sizes) * added
+    assert most <= 17 * (1 + sizes)
