@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import encode_block, rows_of_block
+from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.replay.gate import Gate
 from pipeline.replay.state import BufferState
@@ -64,6 +65,7 @@ class Job:
         self._ring, self._gate = ring, gate
         self._first = self._next = max(first, ring.oldest)
         self._end = ring.added
+        self._memory = Recycler()
         self._ready: deque[Piece] = deque()
         if self._next < self._end:
             ring.before_overwriting = self._hand_over
@@ -97,7 +99,7 @@ class Job:
         most = rows_of_block(self._ring)
         while self._next < upto:
             count = min(most, (self._end if at_once else upto) - self._next)
-            self._ready.append(Piece(self._next, count, encode_block(self._ring, self._next, count)))
+            self._ready.append(Piece(self._next, count, encode_block(self._ring, self._next, count, self._memory)))
             self._next += count
             if not at_once:
                 return

@@ -14,6 +14,7 @@ import torch
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots
 from pipeline.errors import Damaged
@@ -29,15 +30,16 @@ def rows_of_block(ring: Ring) -> int:
     return max(1, BLOCK_BYTES // max(1, ring.storage.row_bytes))
 
 
-def encode_block(ring: Ring, first: int, count: int) -> memoryview:
-    """Return the rows of ``count`` keys from ``first`` on, which must be there, as a blob that is the caller's."""
+def encode_block(ring: Ring, first: int, count: int, memory: Recycler | None = None) -> memoryview:
+    """Return the rows of ``count`` keys from ``first`` on, which must be there, as a blob that is the caller's; in
+    ``memory`` that others have given back, if there is such."""
     slots = np.arange(first, first + count) % ring.capacity
     whole = slots[0] + count <= ring.capacity
-    return encode_rows(ring, slice(int(slots[0]), int(slots[0]) + count) if whole else slots, count)
+    return encode_rows(ring, slice(int(slots[0]), int(slots[0]) + count) if whole else slots, count, memory)
 
 
-def encode_rows(ring: Ring, slots: Slots, count: int) -> memoryview:
-    """Return the rows in ``count`` slots as a blob that is the caller's."""
+def encode_rows(ring: Ring, slots: Slots, count: int, memory: Recycler | None = None) -> memoryview:
+    """As :func:`encode_block`, of the rows in ``count`` slots."""
     layout = ring.storage.layout
     assert layout is not None
     parts = [(column.name, column.bits, column.shape, _name(column)) for column in layout.schema.columns]
@@ -52,7 +54,7 @@ def encode_rows(ring: Ring, slots: Slots, count: int) -> memoryview:
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    blob = np.empty(8 + len(text) + offset, np.uint8)
+    blob = (memory or Recycler()).array("block", 8 + len(text) + offset, (), np.dtype(np.uint8))
     blob[: 8 + len(text)] = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     at = 8 + len(text)
     for name, bits, shape, _ in parts:
