@@ -10,7 +10,7 @@ import msgspec
 
 from pipeline.config.base import LEAST, Options
 from pipeline.config.removing import Remove, removal
-from pipeline.config.selecting import Prioritized, Selection, Uniform, WithoutReplacement, selection
+from pipeline.config.selecting import Prioritized, Selection, StalenessWeighted, Uniform, WithoutReplacement, selection
 from pipeline.config.triggers import check_signals
 from pipeline.errors import ConfigError
 
@@ -90,6 +90,8 @@ class ReplayOptions(Options, frozen=True):
         remove: which row goes when a new one comes to a full buffer; by default the oldest. See
             :class:`~pipeline.config.Remove`.
         seed: of every random choice.
+        storage: where rows lie: in the ``memory`` of this process, or in memory that processes of this machine have
+            in common, ``shared`` (Linux): see :meth:`~pipeline.replay.ReplayBuffer.share`.
         returns: what a batch gives out: ``torch`` tensors or ``numpy`` arrays.
         fields: names of columns.
         share_next_obs: do not store the next observation of a row that is the observation of the next one of its
@@ -111,6 +113,7 @@ class ReplayOptions(Options, frozen=True):
     limiter: Limiter = Limiter()
     remove: Remove = Remove()
     seed: int = 0
+    storage: Literal["memory", "shared"] = "memory"
     returns: Literal["torch", "numpy"] = "torch"
     fields: Fields = Fields()
     share_next_obs: bool = False
@@ -176,8 +179,35 @@ class ReplayOptions(Options, frozen=True):
             raise ConfigError.of(
                 "min_size", self.limiter.min_size, f"capacity={self.capacity}: so many rows are never there"
             )
-
         self._check_removal()
+        if self.storage == "shared":
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Refuse what processes cannot have in common.
+
+        Raises:
+            ConfigError: the message names the option, and what to do instead.
+        """
+        of, select = "storage='shared': processes have rows, priorities and counters in common, and not", self.select
+        if self.share_next_obs:
+            raise ConfigError.of(
+                "share_next_obs", True, f"{of} next observations that are kept aside; leave it out, or use one process"
+            )
+        if self.remove.by != "fifo":
+            raise ConfigError.of("remove", self.remove.by, f"{of} an order of removal; leave it out: the oldest goes")
+        if isinstance(select, StalenessWeighted):
+            raise ConfigError.of(
+                "select", select, f"{of} the ages of rows; use select='prioritized' and update_priorities()"
+            )
+        if not isinstance(select, Prioritized) and select.uses is not None:
+            raise ConfigError.of(
+                "uses", select.uses, f"{of} how often each was drawn; use Limiter(ratio=), or 'without_replacement'"
+            )
+        if isinstance(select, Uniform) and select.window_trajectories is not None:
+            raise ConfigError.of(
+                "window_trajectories", select.window_trajectories, f"{of} where episodes began; use window="
+            )
 
     def _check_removal(self) -> None:
         by, select = self.remove.by, self.select

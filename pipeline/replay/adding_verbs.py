@@ -35,7 +35,7 @@ class AddingVerbs:
     options: ReplayOptions
     gate: Gate
     ring: Ring
-    shared: SharedNextObs | None
+    next_obs: SharedNextObs | None
     """The next observations, if rows share them with their successors."""
     stepping: Stepping
     _drawer: Drawer
@@ -51,13 +51,18 @@ class AddingVerbs:
     @property
     def schema(self) -> Schema | None:
         """The columns of every row; None before there is one."""
-        return self.ring.storage.schema if self.shared is None else self.shared.schema
+        self.gate.look()
+        return self._schema
+
+    @property
+    def _schema(self) -> Schema | None:
+        return self.ring.storage.schema if self.next_obs is None else self.next_obs.schema
 
     def _shape(self, schema: Schema) -> None:
         self.ring.check(schema)
-        self.ring.storage.shape(schema if self.shared is None else self.shared.reduced(schema))
-        if self.shared is not None:
-            self.shared.shape(schema)
+        self.ring.storage.shape(schema if self.next_obs is None else self.next_obs.reduced(schema))
+        if self.next_obs is not None:
+            self.next_obs.shape(schema)
 
     def extend(
         self,
@@ -108,7 +113,7 @@ class AddingVerbs:
         while True:
             if self._forked:
                 self._usable()
-            schema = self.schema or Schema.of(rows)
+            schema = self._schema or Schema.of(rows)
             arrays, count = schema.check(rows)
             whose, mixed = environments(env, envs, count)
             codes = end_codes(arrays, count, ends, self.options.fields)
@@ -116,14 +121,14 @@ class AddingVerbs:
                 return range(self.ring.added, self.ring.added)
             if not self._waited_to_add(count, timeout):
                 break  # else the columns may be others by now
-        if self.schema is None:
+        if self._schema is None:
             self._shape(schema)
-        if self.shared is None:
+        if self.next_obs is None:
             first = self.ring.extend(arrays, count, whose, codes, version, mixed=mixed)
         else:
-            arrays, obs, nexts = self.shared.split(arrays)
+            arrays, obs, nexts = self.next_obs.split(arrays)
             first = self.ring.extend(arrays, count, whose, codes, version, mixed=mixed)
-            self.shared.added(first, count, obs, nexts)
+            self.next_obs.added(first, count, obs, nexts)
         self._drawer.added(first, count)
         self._counts.added += count
         return self.ring.given(first, count)
@@ -143,19 +148,19 @@ class AddingVerbs:
         while True:
             if self._forked:
                 self._usable()
-            schema = self.schema or Schema.of(row, leading=False)
+            schema = self._schema or Schema.of(row, leading=False)
             arrays = row if schema.fits(row) else schema.check(row, leading=False)[0]
             end = end_code(arrays, self.options.fields)
             if self._counts.free or not self._waited_to_add(1, timeout):
                 break
-        if self.schema is None:
+        if self._schema is None:
             self._shape(schema)
-        if self.shared is None:
+        if self.next_obs is None:
             key = self.ring.append(arrays, env, end, version)
         else:
-            arrays, obs, nexts = self.shared.split(arrays)
+            arrays, obs, nexts = self.next_obs.split(arrays)
             key = self.ring.append(arrays, env, end, version)
-            self.shared.added_one(key, obs, nexts)
+            self.next_obs.added_one(key, obs, nexts)
         self._drawer.added(key, 1)
         self._counts.added += 1
         return self.ring.given(key, 1)[0] if self.ring.scattered else key
@@ -215,7 +220,7 @@ class AddingVerbs:
         self, given: Mapping[str, Any], info: Any, autoreset: Any, env: int, version: int, timeout: float | None
     ) -> Sequence[int]:
         self._usable()
-        step = self.stepping.rows(given, info, autoreset, env, self.options.fields, self.schema)
+        step = self.stepping.rows(given, info, autoreset, env, self.options.fields, self._schema)
         keys: Sequence[int] = range(self.ring.added, self.ring.added)
         if step.number and step.envs.__class__ is int:
             key = self._append(step.rows, env, version, timeout)

@@ -48,6 +48,20 @@ def numbers(name: str, value: Any) -> np.ndarray:
     return as_array(name, value)[0]
 
 
+def not_shared(storage: str, verb: str, instead: str) -> None:
+    """Refuse what could not be taken back if the process were killed in its midst.
+
+    Raises:
+        ConfigError: the buffer is one of several processes.
+    """
+    if storage == "shared":
+        raise ConfigError(
+            f"{verb}() cannot be undone by another process, should this one be killed in its midst, so a buffer with "
+            f"storage='shared' has it not; {instead}",
+            option="storage",
+        )
+
+
 def one_environment(env: Any) -> int:
     """Return the number of an environment."""
     return whole("env", env, 0, MOST_ENVS - 1)

@@ -19,7 +19,6 @@ from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.priorities import PriorityDrawer
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
-from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.writing import Written
 from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
@@ -29,7 +28,9 @@ from pipeline.replay.aio import AsyncReplayBuffer
 from pipeline.replay.arguments import priorities_of, whole
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
+from pipeline.replay.handles import ReplayHandle
 from pipeline.replay.parts import Parts
+from pipeline.replay.rooms import Room, make_room
 from pipeline.replay.sampling import Sampler, Wanted
 from pipeline.replay.saving import Saver
 from pipeline.replay.saving_verbs import SavingVerbs
@@ -65,6 +66,7 @@ class ReplayStatistics(msgspec.Struct, frozen=True, kw_only=True):
     stale_updates: int
     """Priorities that came too late: their row had gone."""
     waiters: int
+    """Threads and tasks of this process."""
     row_bytes: int
 
 
@@ -78,8 +80,9 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         batch = buffer.sample(256, n_step=3, gamma=0.99)
         buffer.update_priorities(batch.keys, agent.update(batch))
 
-    Every verb may be called from any thread of this process, and never from a fork of it. ``buffer.aio`` has the same
-    verbs for tasks. Options are those of :class:`~pipeline.config.ReplayOptions`.
+    Every verb may be called from any thread of this process, and never from a fork of it, nor from any other: these
+    join a buffer that was built with ``storage="shared"``, see :meth:`share`. ``buffer.aio`` has the same verbs for
+    tasks. Options are those of :class:`~pipeline.config.ReplayOptions`.
     """
 
     def __init__(
@@ -94,18 +97,54 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         Raises:
             ConfigError: an option is out of range, or the rows would not fit into memory.
         """
-        self.options = ReplayOptions.build(capacity, options)
+        built = ReplayOptions.build(capacity, options)
         if schema is not None and not isinstance(schema, Schema):
             raise ConfigError.of("schema", schema, "a Schema is needed, such as Schema.of(rows)")
-        self.gate = Gate()
-        self._saver = Saver(self.options, self.gate, files)
-        self._due = None if self._saver.store is None else Due(self.options, self._saver.store.folder.layout.stop_file)
-        remove, storage = self.options.remove, TransitionStorage(capacity)
-        self._use(self._parts(Ring(storage) if remove.by == "fifo" else Pool(storage, remove)))
+        self._begin(built, make_room(built), files)
         if schema is not None:
-            self._shape(schema)
+            with self.gate.lock:
+                self._shape(schema)
+
+    def _begin(self, options: ReplayOptions, room: Room, files: FilesLike | None) -> None:
+        self.options, self._room, self.gate = options, room, room.gate
+        self._saver = Saver(options, room, files)
+        self._due = None if self._saver.store is None else Due(options, self._saver.store.folder.layout.stop_file)
+        self._use(self._parts(room.ring()))
         self._forked = False
         _not_after_fork(self)
+
+    def share(self) -> ReplayHandle:
+        """Return what another process of this machine joins the buffer with: an argument for it, however it is started
+        (``fork``, ``forkserver``, ``spawn``).
+
+        ::
+
+            def act(handle, number):
+                buffer = ReplayBuffer.join(handle)
+                while True:
+                    buffer.extend(play(), env=number)
+
+
+            buffer = ReplayBuffer(1_000_000, storage="shared")
+            Process(target=act, args=(buffer.share(), 0)).start()
+
+        Environments are numbered across all processes: two of them do not add to the same one.
+        Every process adds, samples and updates priorities; the one that built the buffer saves it as well. What one of
+        them was about to do when it was killed is undone by whoever comes next.
+
+        Raises:
+            ConfigError: the buffer was built without ``storage="shared"``.
+        """
+        self._usable()
+        return ReplayHandle.of(self, self._room)
+
+    @classmethod
+    def join(cls, handle: ReplayHandle) -> ReplayBuffer:
+        """Return the buffer of another process, for use in this one.
+
+        It draws from a random stream of its own. In a process that has the buffer already, it is that one.
+        """
+        return handle.join()
 
     @property
     def drawer(self) -> Drawer:
@@ -119,18 +158,19 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
 
     def _parts(self, ring: Ring) -> Parts:
         """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
-        drawer = make_drawer(ring, self.options.select, self.options.seed)
+        drawer = make_drawer(ring, self.options.select, self.options.seed, self._room.tree)
         if isinstance(ring, Pool) and isinstance(drawer, PriorityDrawer):
             ring.new_value = drawer.new_value
-        rng = np.random.Generator(np.random.PCG64([self.options.seed, 0]))
-        shared = SharedNextObs(ring, self.options.fields) if self.options.share_next_obs else None
-        return Parts(ring, drawer, Counts(self.options.limiter), rng, shared, Stepping(), Written(ring))
+        next_obs = SharedNextObs(ring, self.options.fields) if self.options.share_next_obs else None
+        counts = Counts(self.options.limiter)
+        return Parts(ring, drawer, counts, self._room.rng(), next_obs, Stepping(), Written(ring))
 
     def _use(self, parts: Parts) -> None:
         self._own = parts
         self.ring, self._drawer, self._counts, self._rng = parts.ring, parts.drawer, parts.counts, parts.rng
-        self.shared, self.stepping, self._written = parts.shared, parts.stepping, parts.written
-        self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options, parts.shared)
+        self.next_obs, self.stepping, self._written = parts.next_obs, parts.stepping, parts.written
+        self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options, parts.next_obs)
+        self._room.use(parts.ring, parts.drawer, parts.counts, self._saver)
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
@@ -221,10 +261,12 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
 
     def can_add(self, count: int = 1) -> bool:
         """Whether the limiter lets ``count`` rows in now."""
+        self.gate.look()
         return self._counts.may_add(count, self.ring.size)
 
     def can_sample(self, count: int = 1) -> bool:
         """Whether the limiter lets ``count`` rows out now, and there are any."""
+        self.gate.look()
         return self.ring.size > 0 and self._counts.may_sample(count, self.ring.size)
 
     def wait_to_add(self, count: int, timeout: float | None = DEFAULT) -> None:
@@ -277,8 +319,8 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
             self.ring.clear()
             self.ring.storage.forget()
             self.stepping.reset()
-            if self.shared is not None:
-                self.shared.forget()
+            if self.next_obs is not None:
+                self.next_obs.forget()
             self._drawer.clear()
             self._written.clear()
         self.gate.changed()
@@ -300,6 +342,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
             )
 
     def __len__(self) -> int:
+        self.gate.look()
         return self.ring.size
 
     def __bool__(self) -> bool:
@@ -310,7 +353,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         if self._forked:
             raise UsageError(
                 "this buffer was made before a fork, and is used in the child: what is added here the parent never "
-                "sees. Make it in the process that uses it."
+                "sees. Make it in the process that uses it, or build it with storage='shared' and join() it there."
             )
 
 

@@ -18,11 +18,17 @@ Predicate = Callable[[], object]
 class Gate:
     """A lock, and a condition on what it guards. Whoever changes that calls :meth:`changed`, without the lock."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, lock: Any = None) -> None:
+        """Args:
+        lock: for threads of this process, an ``RLock``, or one like it that keeps out others as well.
+        """
+        self.lock = lock or threading.RLock()
         self._condition = threading.Condition(self.lock)
         self._threads = 0
         self._tasks: list[tuple[Predicate, anyio.Event, Any, int]] = []
+
+    def look(self) -> None:
+        """Take in what was done up to now, if others than threads of this process do something."""
 
     @property
     def waiters(self) -> int:
@@ -39,6 +45,8 @@ class Gate:
             return
         self._threads += 1
         try:
+            if timeout != 0:
+                self._enlist()
             if timeout == 0 or not self._condition.wait_for(predicate, timeout):
                 waited = (
                     f"Waited {timeout:g} s; with timeout=None it would wait"
@@ -48,6 +56,7 @@ class Gate:
                 raise TimedOut(f"{why()}. {waited}", predicate)
         finally:
             self._threads -= 1
+            self._dismiss()
 
     async def wait_for(self, predicate: Predicate) -> None:
         """As :meth:`wait`, for a task without the lock, which on return holds for this turn of its loop at the least,
@@ -58,11 +67,19 @@ class Gate:
                     return
                 waiter = (predicate, anyio.Event(), anyio.lowlevel.current_token(), threading.get_ident())
                 self._tasks.append(waiter)
+                self._enlist()
             try:
                 await waiter[1].wait()
             finally:
                 with self.lock:
                     self._tasks.remove(waiter)
+                    self._dismiss()
+
+    def _enlist(self) -> None:
+        """Take in that somebody is about to wait; the lock is held."""
+
+    def _dismiss(self) -> None:
+        """Take in that somebody waits no longer; the lock is held."""
 
     def changed(self) -> None:
         """Wake whoever may go on now."""

@@ -68,7 +68,11 @@ class Job:
         self._memory = Recycler()
         self._ready: deque[Piece] = deque()
         if self._next < self._end:
-            ring.before_overwriting = self._hand_over
+            self._guard()
+
+    def _guard(self) -> None:
+        """See to it that no row is overwritten that was not copied."""
+        self._ring.before_overwriting = self._hand_over
 
     def kept(self, blocks: list[Block]) -> list[Block]:
         """Return those of the blocks on the disk that the generation needs."""
@@ -96,10 +100,18 @@ class Job:
         self._copy(min(upto, self._end), at_once=True)
 
     def _copy(self, upto: int, *, at_once: bool) -> None:
-        most = rows_of_block(self._ring)
         while self._next < upto:
-            count = min(most, (self._end if at_once else upto) - self._next)
-            self._ready.append(Piece(self._next, count, encode_block(self._ring, self._next, count, self._memory)))
+            ring, end = self._source()
+            count = min(rows_of_block(ring), end - self._next)
+            self._ready.append(Piece(self._next, count, encode_block(ring, self._next, count, self._memory)))
             self._next += count
+            self._copied()
             if not at_once:
                 return
+
+    def _source(self) -> tuple[Ring, int]:
+        """Return where the next rows lie, and up to which key."""
+        return self._ring, self._end
+
+    def _copied(self) -> None:
+        """Take in that rows before the next one may be overwritten."""

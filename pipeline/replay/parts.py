@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     drawer: Drawer
     counts: Counts
     rng: np.random.Generator
-    shared: SharedNextObs | None
+    next_obs: SharedNextObs | None
     stepping: Stepping
     written: Written
 
@@ -54,18 +54,19 @@ def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> Buffer
         selection=tag_of(options),
         selector=parts.drawer.state(),
         awaiting_reset=parts.stepping.state(),
-        next_obs_columns=None if parts.shared is None else parts.shared.columns(),
+        next_obs_columns=None if parts.next_obs is None else parts.next_obs.columns(),
         written_columns=parts.written.columns(),
         remove=options.remove.by,
         pool=ring.numbers(),
+        processes=ring.processes,
     )
 
 
 def values_of(parts: Parts) -> dict[str, np.ndarray]:
     """Return what grows with the rows beside them, by names that end with a dtype; copies."""
     values = {f"selector.{name}": each for name, each in parts.drawer.arrays().items()}
-    if parts.shared is not None:
-        keys, arrays = parts.shared.state()
+    if parts.next_obs is not None:
+        keys, arrays = parts.next_obs.state()
         values["next_obs.keys"] = keys
         # By their number: a column's name may be none for a file.
         values |= {f"next_obs.{number}": each for number, each in enumerate(arrays.values())}
@@ -117,14 +118,15 @@ def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Ma
     same = state.selection == tag_of(options)
     parts.drawer.load(state.selector if same else {}, _of_part(plain, "selector") if same else {})
     parts.stepping.load(state.awaiting_reset)
-    if parts.shared is not None and state.next_obs_columns is not None:
+    parts.ring.processes = state.processes
+    if parts.next_obs is not None and state.next_obs_columns is not None:
         kept = _of_part(plain, "next_obs")
         keys = kept["keys"]
         arrays = {
             column.name: kept[str(number)].reshape(len(keys), *column.shape)
             for number, column in enumerate(state.next_obs_columns)
         }
-        parts.shared.load(keys, arrays)
+        parts.next_obs.load(keys, arrays)
 
 
 def _of_part(values: Mapping[str, np.ndarray], part: str) -> dict[str, np.ndarray]:

@@ -14,11 +14,11 @@ from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
 from pipeline.config import ReplayOptions
 from pipeline.errors import ClosedError, Damaged, UsageError, WriteFailed
 from pipeline.observe import events
-from pipeline.replay.gate import Gate
 from pipeline.replay.job import Job, merged_from
 from pipeline.replay.loading import Read, read
 from pipeline.replay.parts import Parts, check_sharing, restore, state_of, tag_of, values_of
 from pipeline.replay.pooling import PoolJob, assign_places
+from pipeline.replay.rooms import Room
 from pipeline.replay.store import Generation, ReplayStore, Saving
 from pipeline.store.files import FilesLike
 
@@ -36,9 +36,9 @@ class ReplayResumed(NamedTuple):
 class Saver:
     """Saves and resumes one buffer. ``find``, ``take_over`` and ``ready`` belong to whoever holds :attr:`lock`."""
 
-    def __init__(self, options: ReplayOptions, gate: Gate, files: FilesLike | None = None) -> None:
+    def __init__(self, options: ReplayOptions, room: Room, files: FilesLike | None = None) -> None:
         self.store = ReplayStore(options, files) if options.directory is not None else None
-        self._options, self._gate = options, gate
+        self._options, self._room, self._gate = options, room, room.gate
         self.attached: dict[str, Any] = {}
         self.lock = threading.RLock()
         """One save, resume or close at a time. It is taken before the buffer's own lock, never after it."""
@@ -142,7 +142,7 @@ class Saver:
             state = state_of(parts, self._options, self.stale_updates)
             return PoolJob(parts.ring, self._gate, state, values_of(parts), kept, slots)
         state = state_of(parts, self._options, self.stale_updates)
-        return Job(parts.ring, self._gate, state, values_of(parts), self._first(parts.ring))
+        return self._room.job(parts.ring, state, values_of(parts), self._first(parts.ring))
 
     def _first(self, ring: Ring) -> int:
         """The key from which on rows are written: that of the first one which is not on the disk, or an earlier one,

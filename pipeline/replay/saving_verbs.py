@@ -14,6 +14,7 @@ from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError, ForebayError, UsageError
+from pipeline.replay.arguments import not_shared
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
 from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, state_of, values_of
@@ -155,6 +156,7 @@ class SavingVerbs:
             ConfigError: it is no such state. Nothing was changed.
             UsageError: next observations were stored in another way, or a save with a directory has begun.
         """
+        not_shared(self.options.storage, "load_state_dict", "save() and resume() it with directory=")
         with self.gate.lock:
             self._usable()
             self._saver.check_replaceable()
@@ -193,6 +195,7 @@ class SavingVerbs:
     def sampling_state(self) -> dict[str, Any]:
         """Return what the next draws depend on beside the rows, for another object to save: plain values and
         arrays."""
+        not_shared(self.options.storage, "sampling_state", "save() it with a directory= of its own, not read_only")
         with self.gate.lock:
             self._usable()
             state = state_of(self._own, self.options, self._saver.stale_updates)
@@ -208,6 +211,7 @@ class SavingVerbs:
             UsageError: the rows are others.
             LookupError, TypeError, ValueError, AttributeError: it is no such state.
         """
+        not_shared(self.options.storage, "sampling_parts", "resume() it with a directory= of its own, not read_only")
         with self.gate.lock:
             self._usable()
             state = msgspec.convert(given["state"], BufferState)
@@ -221,7 +225,7 @@ class SavingVerbs:
             parts = self._parts(self.ring)
             restore(parts, self.options, state, given["values"])
             own = self._own
-            return parts._replace(shared=own.shared, stepping=own.stepping, written=own.written)
+            return parts._replace(next_obs=own.next_obs, stepping=own.stepping, written=own.written)
 
     def use_parts(self, parts: Parts) -> None:
         """Go on with what :meth:`sampling_parts` gave."""

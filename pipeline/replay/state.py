@@ -49,6 +49,9 @@ class BufferState(msgspec.Struct, kw_only=True):
     """Where another than the oldest goes first: the least key of a slot that is empty, less the slot; the end of keys;
     how many rows were not kept; the next place on the disk."""
 
+    processes: int = 0
+    """How many processes have joined a shared buffer."""
+
     @property
     def schema(self) -> Schema | None:
         """The columns."""

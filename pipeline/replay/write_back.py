@@ -15,7 +15,7 @@ from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.writing import Written
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError
-from pipeline.replay.arguments import keys_of
+from pipeline.replay.arguments import keys_of, not_shared
 from pipeline.replay.gate import Gate
 
 Ints = np.ndarray
@@ -38,7 +38,7 @@ class WriteBackVerb:
     options: ReplayOptions
     gate: Gate
     ring: Ring
-    shared: SharedNextObs | None
+    next_obs: SharedNextObs | None
     _written: Written
 
     def _usable(self) -> None:
@@ -65,6 +65,7 @@ class WriteBackVerb:
             ConfigError: a column is unknown, or of another shape or dtype, or tells where episodes end, or is shared
                 with another row; a key was never that of a row; or the numbers differ. Nothing was changed.
         """
+        not_shared(self.options.storage, "write_back", "add rows with the new values, or use one process")
         with self.gate.lock:
             self._usable()
             where = keys_of(keys, self.ring.keys_end, -int(self.ring.scattered))
@@ -85,13 +86,13 @@ class WriteBackVerb:
             raise ConfigError("columns: at least one column of rows that were added is needed", option="columns")
         fields = self.options.fields
         fixed = {fields.terminated, fields.truncated, fields.done}
-        shared = () if self.shared is None else (fields.obs, fields.next_obs)
+        paired = () if self.next_obs is None else (fields.obs, fields.next_obs)
         for name in names:
             if name in fixed:
                 raise ConfigError(
                     f"column {name}: it tells where episodes end, which is settled when rows are added", option=name
                 )
-            if any(name == group or name.startswith(f"{group}.") for group in shared):
+            if any(name == group or name.startswith(f"{group}.") for group in paired):
                 raise ConfigError(
                     f"column {name}: with share_next_obs it may be part of two rows, and cannot be changed", option=name
                 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import ReplayBuffer, Slices, UsageError
+from pipeline import ConfigError, ReplayBuffer, Slices, UsageError
 from pipeline.replay import buffer as module
 from tests.support.replay import everything, filled, ids, prioritized, probabilities, rows
 
@@ -127,3 +127,17 @@ def test_memory_is_given_back_by_clear() -> None:
     assert buffer.ring.storage.records.nbytes == 0
     assert buffer.ring.storage._bytes.nbytes == 0
     assert buffer.statistics().row_bytes == 0
+
+
+@pytest.mark.parametrize("env", [10**9, LAST_ENV + 1, -1, 2**63, 2**70, True, 1.0, "0", None, np.int64(10**9)])
+def test_what_is_no_environment_is_refused(env: Any) -> None:
+    buffer = ReplayBuffer(10)
+    one = {"id": 4, "reward": 1.0, "truncated": False}
+    for add in (lambda: buffer.append(one, env=env), lambda: buffer.extend(rows(2), env=env)):
+        with pytest.raises(ConfigError, match="env="):
+            add()
+    with pytest.raises(ConfigError, match="env="):
+        buffer.add(np.zeros(2), 0, 1.0, np.zeros(2), False, False, env=env)
+    with pytest.raises(ConfigError, match="env="):
+        buffer.extend(rows(2), env=[0, 10**9])
+    assert (len(buffer), buffer.schema) == (0, None)

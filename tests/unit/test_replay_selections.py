@@ -186,6 +186,17 @@ def test_only_rows_of_the_newest_episodes_are_drawn(
             both.check()
 
 
+def test_where_an_episode_began_is_saved_though_its_rows_have_gone() -> None:
+    both = Rows(4, 3)
+    both.add([(1, False), (0, False)])
+    both.add([(1, False), (1, False), (1, False), (1, True)])
+    state = both.buffer.state_dict()
+    both.buffer = ReplayBuffer(4, select=Uniform(window_trajectories=3), returns="numpy")
+    both.buffer.load_state_dict(state, continue_episodes=True)
+    both.add([(0, True), (0, False), (1, False)])
+    both.check()
+
+
 def test_rows_of_the_newest_episodes_are_each_as_likely() -> None:
     buffer = filled(100, 100, ends=[9, 39, 79], select=Uniform(window_trajectories=2))
     assert as_likely(buffer.sample(50_000).keys - 40, np.ones(60))

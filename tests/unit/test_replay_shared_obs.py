@@ -22,9 +22,9 @@ def step(buffer: ReplayBuffer, obs: float, next_obs: float, end: str = "", env: 
 
 
 def aside(buffer: ReplayBuffer) -> dict[int, float]:
-    assert buffer.shared is not None
-    keys, arrays = buffer.shared.state()
-    assert buffer.shared.kept == len(keys)
+    assert buffer.next_obs is not None
+    keys, arrays = buffer.next_obs.state()
+    assert buffer.next_obs.kept == len(keys)
     return dict(zip(keys.tolist(), arrays["next_obs"].tolist(), strict=True))
 
 
@@ -97,9 +97,9 @@ def test_a_large_payload_is_held_once() -> None:
     for each in (buffer, plain):
         each.extend(rows)
     assert plain.statistics().row_bytes - buffer.statistics().row_bytes == 84 * 84
-    assert buffer.shared is not None
-    assert buffer.shared.kept == 1
-    assert buffer.shared.nbytes <= 8 * (84 * 84 + 8)
+    assert buffer.next_obs is not None
+    assert buffer.next_obs.kept == 1
+    assert buffer.next_obs.nbytes <= 8 * (84 * 84 + 8)
     np.testing.assert_array_equal(buffer.sample(64)["next_obs"], frames[1:])
 
 
@@ -107,8 +107,8 @@ def test_what_is_kept_aside_does_not_grow_with_what_was_added() -> None:
     buffer = make(50)
     for at in range(2000):
         step(buffer, at, at + 1 + (at % 3 == 0), "truncated" if at % 7 == 0 else "", env=at % 5)
-    assert buffer.shared is not None
-    assert buffer.shared.nbytes <= 64 * (8 + 8)
+    assert buffer.next_obs is not None
+    assert buffer.next_obs.nbytes <= 64 * (8 + 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -245,28 +245,28 @@ def test_what_is_kept_aside_is_state_that_can_be_loaded(seed: int) -> None:
     buffer, twin = make(50, select="uniform"), make(50, select="uniform")
     while len(buffer) < 50:
         change([buffer], stream, rng)
-    assert buffer.shared is not None
-    assert twin.shared is not None
-    keys, arrays = buffer.shared.state()
+    assert buffer.next_obs is not None
+    assert twin.next_obs is not None
+    keys, arrays = buffer.next_obs.state()
     # What a save of the ring brings back is its own part; here it is the same ring.
     twin.ring.storage, twin.ring.added, twin.ring.size = buffer.ring.storage, buffer.ring.added, buffer.ring.size
-    twin.shared.load(keys, arrays)
+    twin.next_obs.load(keys, arrays)
     assert twin.schema == buffer.schema
-    again = twin.shared.state()
+    again = twin.next_obs.state()
     np.testing.assert_array_equal(again[0], keys)
     assert again[1].keys() == arrays.keys()
-    names = buffer.shared.names()
+    names = buffer.next_obs.names()
     everything = buffer.ring.keys()
-    left, right = buffer.shared.gather(everything, names), twin.shared.gather(everything, names)
+    left, right = buffer.next_obs.gather(everything, names), twin.next_obs.gather(everything, names)
     for name in names:
         np.testing.assert_array_equal(left[name], right[name])
 
 
 def test_the_state_of_an_empty_buffer_can_be_loaded() -> None:
     buffer, twin = make(), make()
-    assert buffer.shared is not None
-    assert twin.shared is not None
-    twin.shared.load(*buffer.shared.state())
+    assert buffer.next_obs is not None
+    assert twin.next_obs is not None
+    twin.next_obs.load(*buffer.next_obs.state())
     step(twin, 0, 1)
     assert twin.sample(1)["next_obs"].tolist() == [1]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeline.buffer.transitions.layout import VERSION
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sums import SumTree
 from pipeline.buffer.transitions.uses import Uses
 from pipeline.buffer.transitions.windows import Window
 from pipeline.config import Ordered, Prioritized, Selection, Uniform, WithoutReplacement
@@ -129,6 +130,16 @@ class Drawer:
 
     def clear(self) -> None:
         """Take in that no row is left."""
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What changes with draws and updates, but for arrays that grow with the buffer: all that another process has
+        to take over to draw on from here. At most five."""
+        return ()
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        """Take over what another process has."""
 
 
 class UniformDrawer(Drawer):
@@ -255,8 +266,8 @@ class OrderedDrawer(Drawer):
         return self.ring.mark(field, keys)
 
 
-def make_drawer(ring: Ring, options: Selection, seed: int) -> Drawer:
-    """Return the drawer for a selection."""
+def make_drawer(ring: Ring, options: Selection, seed: int, new_tree: Callable[[int], SumTree] = SumTree) -> Drawer:
+    """Return the drawer for a selection; ``new_tree`` makes the tree of its priorities."""
     from pipeline.buffer.transitions.ageing import AgeingDrawer
     from pipeline.buffer.transitions.consuming import ConsumingDrawer
     from pipeline.buffer.transitions.epochs import EpochDrawer
@@ -268,4 +279,4 @@ def make_drawer(ring: Ring, options: Selection, seed: int) -> Drawer:
         return EpochDrawer(ring, options, seed)
     if isinstance(options, Ordered):
         return OrderedDrawer(ring, options)
-    return PriorityDrawer(ring, options) if isinstance(options, Prioritized) else AgeingDrawer(ring, options)
+    return PriorityDrawer(ring, options, new_tree) if isinstance(options, Prioritized) else AgeingDrawer(ring, options)

@@ -1,4 +1,4 @@
-"""Which rows follow each other: the marks of new rows by environment, and how long each episode is."""
+"""Which rows follow each other: the marks of new rows by environment."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from pipeline.buffer.transitions.layout import END, EPISODE, OPEN, PLACE
+from pipeline.buffer.transitions.lengths import Lengths
 from pipeline.buffer.transitions.steady import FEW, Steady
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import UsageError
@@ -27,110 +28,6 @@ class Marks(NamedTuple):
     """How far each of them lies before its next row."""
     stride: int
     """How far each row lies before the next of its episode, if that is the same for all within the block; else 0."""
-
-
-class Lengths:
-    """How many rows each episode has had, and the key of its first; by the episode's number, which is never reused."""
-
-    def __init__(self) -> None:
-        self.base = 0
-        """Episodes before this one are forgotten: none of their rows is left."""
-        self._length = np.zeros(64, np.int32)
-        self._first = np.zeros(64, np.int64)
-        self._end = 0
-
-    def note(self, episodes: Ints, places: Ints, key: int) -> None:
-        """Take in rows, the first of which has the key ``key``."""
-        top = int(episodes.max()) + 1
-        self._reach(top)
-        self._length[episodes - self.base] = places + 1  # of an episode that is named more often its newest row counts
-        begins = np.flatnonzero(places == 0)
-        self._first[episodes[begins] - self.base] = key + begins
-
-    def note_one(self, episode: int, place: int, key: int) -> None:
-        """Take in one row."""
-        at = episode - self.base
-        if place == 0:
-            self._reach(episode + 1)
-            self._first[at] = key
-        self._length[at] = place + 1
-
-    def begin(self, episode: int, key: int) -> None:
-        """Take in a new episode, and the key of its first row; :meth:`set` follows."""
-        self._reach(episode + 1)
-        self._first[episode - self.base] = key
-
-    def set(self, episodes: Ints | int, lengths: Ints | int) -> None:
-        """Take in how many rows an episode has had, or each of some."""
-        self._length[episodes - self.base] = lengths
-
-    def of(self, episodes: Ints) -> Ints:
-        """Return how many rows episodes have had."""
-        lengths: Ints = self._length[episodes - self.base]
-        return lengths
-
-    def first(self, episodes: Ints) -> Ints:
-        """Return the keys of the first rows of episodes; they may be gone."""
-        firsts: Ints = self._first[episodes - self.base]
-        return firsts
-
-    def note_back(self, episodes: Ints, places: Ints, key: int) -> None:
-        """Take in rows [n] that are there again, in their order; the first rows of an episode may be gone.
-
-        Args:
-            episodes, places: [n] their marks.
-            key: of the first of them.
-        """
-        low = int(episodes.min())
-        if not self._end:
-            self.base = low
-        elif low < self.base:
-            more = self.base - low
-            self._length = np.concatenate([np.zeros(more, np.int32), self._length])
-            self._first = np.concatenate([np.zeros(more, np.int64), self._first])
-            self.base, self._end = low, self._end + more
-        self._reach(int(episodes.max()) + 1)
-        at = episodes - self.base
-        new = np.flatnonzero(self._length[at] == 0)[::-1]
-        self._first[at[new]] = key + new  # of rows of one episode, the last that is written counts: the oldest
-        self._length[at] = places + 1  # and here the newest
-
-    def set_first(self, episode: int, key: int) -> None:
-        """Tell the key of an episode's first row, which is gone."""
-        self._first[episode - self.base] = key
-
-    def rebuild(self, episodes: Ints, places: Ints, keys: Ints) -> None:
-        """Begin anew with rows [n] that are there, oldest first; the first row of an episode may be gone."""
-        self.base = int(episodes.min())
-        count = int(episodes.max()) - self.base + 1
-        self._length, self._first = np.zeros(max(64, count), np.int32), np.zeros(max(64, count), np.int64)
-        np.maximum.at(self._length, episodes - self.base, places + 1)
-        self._first[episodes[::-1] - self.base] = keys[::-1]
-        self._end = count
-
-    @property
-    def held(self) -> int:
-        """How many episodes are remembered."""
-        return self._end
-
-    def trim(self, oldest: int) -> None:
-        """Forget the episodes before ``oldest``."""
-        gone = oldest - self.base
-        if gone > 0:
-            kept = self._end - gone
-            self._length, self._first = self._length[gone:].copy(), self._first[gone:].copy()
-            self.base, self._end = oldest, max(0, kept)
-            self._grow(64)
-
-    def _reach(self, top: int) -> None:
-        self._end = max(self._end, top - self.base)
-        self._grow(self._end)
-
-    def _grow(self, least: int) -> None:
-        if least > len(self._length):
-            more = max(least, 2 * len(self._length)) - len(self._length)
-            self._length = np.concatenate([self._length, np.zeros(more, np.int32)])
-            self._first = np.concatenate([self._first, np.zeros(more, np.int64)])
 
 
 class Episodes:
@@ -162,8 +59,18 @@ class Episodes:
 
     @property
     def held(self) -> int:
-        """How many episodes are remembered."""
+        """How many episodes are remembered, but for a few."""
         return self._lengths.held
+
+    def trim(self, newest: int, needed: Ints) -> None:
+        """Forget how long episodes were, but for the ``newest`` so many, those that are ``needed``, and open ones."""
+        self.lengths.trim(newest, np.concatenate([needed, self.open()]))
+
+    def note_open(self) -> None:
+        """Remember how long the open episodes are, though none of their rows may be there."""
+        rows = np.array(self.state(), np.int64).reshape(-1, 4)
+        if len(rows):
+            self.lengths.note_open(rows[:, 2], rows[:, 3] + 1)
 
     def _settle(self) -> None:
         assert self._steady is not None
@@ -242,7 +149,7 @@ class Episodes:
         for number, key in hot.opened:
             self._lengths.begin(number, key)
         for number, length in hot.closed:
-            self._lengths.set(number, length)
+            self._lengths.set_one(number, length)
         return True
 
     def went(self, hot: Steady, *, changed: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,14 @@ class EpochDrawer(Drawer):
         self.cursor, self._order = 0, np.empty(0, np.int64)
         if self._uses is not None:
             self._uses.clear()
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return self.epoch, self.cursor, self.skipped, self._base, len(self._order)
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        epoch, self.cursor, self.skipped, self._base, rows = map(int, numbers)
+        if (epoch, rows) != (self.epoch, len(self._order)):
+            self.epoch = epoch
+            self._order = self._permutation(rows) if rows else np.empty(0, np.int64)

@@ -230,9 +230,8 @@ class Pool(Ring):
 
     def _forget_episodes(self) -> None:
         """Nothing is asked of episodes that are over."""
-        lengths = self.episodes.lengths
-        if lengths.held > 1024:
-            lengths.trim(int(self.episodes.open().min(initial=self.episodes.next)))
+        if self.episodes.held > 1024:
+            self.episodes.trim(0, np.empty(0, np.int64))
 
     def cut(self, env: int | None = None) -> list[int]:
         numbers = self.episodes.cut(env)
@@ -247,7 +246,7 @@ class Pool(Ring):
 
     def clear(self) -> None:
         self.cuts += len(self.episodes.cut())
-        self.episodes.lengths.trim(self.episodes.next)
+        self.episodes.lengths.trim(0)
         self.size, self._lowest, self.cut_keys = 0, None, []
         self._floor = -(-self._end // self.capacity) * self.capacity
         self._keys = np.arange(self.capacity) + self._floor - self.capacity
@@ -283,11 +282,8 @@ class Pool(Ring):
     def relink(self) -> None:
         slots = np.arange(self.size)
         self.storage.write(slots, {AHEAD: 0, SERIAL: (self._keys[slots] & 0xFFFFFFFF).astype(np.uint32)})
-        rows = np.array(self.episodes.state(), np.int64).reshape(-1, 4)
-        if len(rows):
-            self.episodes.lengths.rebuild(rows[:, 2], rows[:, 3], rows[:, 1])
-        else:
-            self.episodes.lengths.trim(self.episodes.next)
+        self.episodes.lengths.start(self.episodes.next, self.episodes.next)
+        self.episodes.note_open()
         cut = np.array(self.cut_keys, np.int64)
         self.storage.view(END)[self.slots(cut[self.alive(cut)])] = CUT
         self._rank()

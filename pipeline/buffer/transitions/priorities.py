@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ _LEAST = float(np.nextafter(0.0, 1.0))
 class PriorityDrawer(Drawer):
     """Row i with probability ``p_i^alpha / sum_k p_k^alpha``; see :class:`~pipeline.config.Prioritized`."""
 
-    def __init__(self, ring: Ring, options: Prioritized) -> None:
+    def __init__(self, ring: Ring, options: Prioritized, new_tree: Callable[[int], SumTree] = SumTree) -> None:
         super().__init__(ring)
         self.options = options
         ProcessMemory().check(9 * ring.capacity, f"capacity={ring.capacity}: priorities")
         if not isinstance(options.new, str):
             self._powers("new", np.array([options.new]))
-        self.tree = SumTree(ring.capacity)
+        self._new_tree = new_tree
+        self.tree = new_tree(ring.capacity)
         self.batches = 0
         """How many batches were drawn: the position of an annealed exponent."""
         self._ever = 0.0  # the largest priority that there ever was, to the power of alpha
@@ -155,7 +157,7 @@ class PriorityDrawer(Drawer):
         return {"priorities": np.concatenate([values[begin : begin + end], values[: max(0, end - room)]])}
 
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self.tree = SumTree(self.ring.capacity)
+        self.tree = self._new_tree(self.ring.capacity)
         if not state:  # rows that were drawn in another way before: all of them are new here
             self._pending = self.ring.oldest
             return
@@ -172,5 +174,13 @@ class PriorityDrawer(Drawer):
         self.tree.fill(0, len(values) - room, values[room:])
 
     def clear(self) -> None:
-        self.tree = SumTree(self.ring.capacity)
+        self.tree = self._new_tree(self.ring.capacity)
         self._pending = self.ring.added
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return self.batches, self._ever, self._pending
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        self.batches, self._ever, self._pending = int(numbers[0]), numbers[1], int(numbers[2])

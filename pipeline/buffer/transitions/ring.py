@@ -26,6 +26,9 @@ class Ring:
     scattered = False
     """Whether rows lie in any order, and none knows its neighbours; see :mod:`pipeline.buffer.transitions.pool`."""
 
+    processes = 0
+    """How many processes have joined, where several add rows."""
+
     def __init__(self, storage: TransitionStorage) -> None:
         self.storage = storage
         self.capacity = storage.capacity
@@ -171,8 +174,8 @@ class Ring:
             AHEAD: marks.ahead,
             BEHIND: np.minimum(marks.behind, MOST_ROWS),  # what is further back is gone, wherever it lay
             VERSION: version,
-            SERIAL: np.arange(first, first + count).astype(np.uint32),
             END: ends,
+            SERIAL: np.arange(first, first + count).astype(np.uint32),  # last: then the row is whole
         }
         if self.before_overwriting is not None:
             self.before_overwriting(min(first, first + count - self.capacity))
@@ -249,10 +252,10 @@ class Ring:
             self._irregular = max(self._irregular, int(odd.max()) + 1)
 
     def _trim(self) -> None:
-        """Forget episodes of which no row is left, once they are more than half of those remembered."""
+        """Forget episodes of which no row is left, once they are more than half of those remembered: as many have to
+        begin before it is done again."""
         if self.size and self.episodes.held > 2 * self.size + 1024:
-            oldest = int(self.mark(EPISODE, self.keys()).min())
-            self.episodes.lengths.trim(min(oldest, int(self.episodes.open().min(initial=oldest))))
+            self.episodes.trim(self.size, self.mark(EPISODE, self.keys()))
 
     def cut(self, env: int | None = None) -> list[int]:
         """End the open episode of an environment, or of all, where it is; return the keys of the rows that are
@@ -283,6 +286,7 @@ class Ring:
             first: the key of the first of them; what comes before it was linked already.
             behind, episodes, places: [n] their marks.
         """
+        self._start_lengths()
         count = len(behind)
         begin = first % self.capacity
         led = np.flatnonzero(behind > 0)
@@ -306,11 +310,17 @@ class Ring:
         """Mark again the rows with which an episode was cut: that came after they were written."""
         for key in self.cut_keys:
             self.storage.view(END)[key % self.capacity] = CUT
+        self._start_lengths()
+        self.episodes.note_open()
+
+    def _start_lengths(self) -> None:
+        if not self.episodes.held:
+            self.episodes.lengths.start(max(0, self.episodes.next - self.size), self.episodes.next)
 
     def clear(self) -> None:
         """Forget every row. Keys are not used again."""
         self.cuts += len(self.episodes.cut())
-        self.episodes.lengths.trim(self.episodes.next)
+        self.episodes.lengths.trim(0)
         self.size = 0
 
     # -- what follows ------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Next observations that are not stored twice.
+"""Next observations that are not stored twice: rows share them, which has nothing to do with processes that share a
+buffer (:mod:`pipeline.buffer.transitions.shared`).
 
 The next observation of a row is the observation of its successor in the episode. Where there is none, at the end of an
 episode and at the newest row of an open one, it is kept aside, and so it is where it differs from the successor's by

@@ -7,6 +7,7 @@ so that one operation on arrays serves a level. Where numba is installed, a larg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,20 @@ _SMALL = 10_000  # values below which a tree is not worth the second that it tak
 class SumTree:
     """``capacity`` values, not negative, 0 at first. All methods take and return arrays; bounds are the caller's."""
 
-    def __init__(self, capacity: int, *, fast: bool | None = None) -> None:
-        """``fast``: whether compiled loops are used; by default where they can be had, and it is worth while."""
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        fast: bool | None = None,
+        memory: Callable[[int], Floats] = np.zeros,
+        fresh: bool = True,
+    ) -> None:
+        """Args:
+        capacity: how many values.
+        fast: whether compiled loops are used; by default where they can be had, and it is worth while.
+        memory: gives out room for so many numbers, which are 0.
+        fresh: whether that is so; else they are those of a tree of this capacity, which goes on.
+        """
         self.capacity = capacity
         sizes = [-(-capacity // FAN) * FAN]
         while sizes[-1] > 1:
@@ -31,11 +44,13 @@ class SumTree:
         self._starts = starts[:-1].astype(np.int64)
         """Where each level begins in the arrays of all, the values first."""
         # Where nodes begin with a cache line, each is in two of them and not in three.
-        self._flat = np.zeros(int(starts[-1]) + 8)
+        self._flat = memory(int(starts[-1]) + 8)
         self._flat = self._flat[-(self._flat.ctypes.data // 8) % 8 :][: starts[-1]]
         inner = int(starts[-1]) - sizes[0]
-        self._bounds = np.stack([np.full(inner, np.inf), np.zeros(inner)])
+        self._bounds = memory(2 * inner).reshape(2, inner)
         """The least of the values above 0, and the largest one with its sign changed: so that both are a minimum."""
+        if fresh:
+            self._bounds[0] = np.inf
         self._fan = np.arange(FAN)[:, None]
         self._sums = [self._flat[begin : begin + size] for begin, size in zip(starts, sizes, strict=False)]
         # Of the values themselves there is no least and largest.

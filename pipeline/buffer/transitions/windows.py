@@ -85,7 +85,7 @@ class EpisodeWindow(Window):
     def _find(self) -> int:
         """Return the key of the first row of the oldest episode that is in it; it may be gone."""
         ring, lengths = self._ring, self._ring.episodes.lengths
-        firsts = lengths.first(np.arange(lengths.base, lengths.base + lengths.held))
+        firsts = lengths.first(lengths.numbers())
         begun = firsts[firsts >= ring.oldest]  # the first row is there, so the episode has rows
         if len(begun) < self._episodes:  # then some that began earlier belong to it
             begun = np.unique(lengths.first(np.unique(ring.mark(EPISODE, ring.keys()))))
@@ -94,7 +94,9 @@ class EpisodeWindow(Window):
 
     def state(self) -> dict[str, Any]:
         ring = self._ring
-        episodes = np.unique(ring.mark(EPISODE, ring.keys())) if ring.size else np.empty(0, np.int64)
+        there = ring.mark(EPISODE, ring.keys()) if ring.size else np.empty(0, np.int64)
+        # One that is open may go on, though none of its rows is left.
+        episodes = np.union1d(there, ring.episodes.open())
         firsts = ring.episodes.lengths.first(episodes)
         gone = firsts < ring.oldest
         return {"begun": np.column_stack([episodes[gone], firsts[gone]]).tolist()}
@@ -103,5 +105,5 @@ class EpisodeWindow(Window):
         self._as_of = (-1, -1)
         lengths = self._ring.episodes.lengths
         for episode, first in state.get("begun", []):
-            if lengths.base <= episode < lengths.base + lengths.held:
+            if lengths.knows(episode):
                 lengths.set_first(episode, first)

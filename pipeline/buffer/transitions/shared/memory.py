@@ -1,0 +1,131 @@
+"""Rows in the memory that processes have in common."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.memory import ProcessMemory
+from pipeline.buffer.transitions.shared.header import PAGE, TEXT_BYTES, VALUES_AT, Header
+from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.buffer.transitions.sums import SumTree
+from pipeline.errors import ConfigError
+
+
+class SharedMemory(ProcessMemory):
+    """Arrays behind the header, one after the other; asked for in the same order, every process gets the same ones.
+
+    A page is taken when it is first written, by whichever process.
+    """
+
+    def __init__(self, descriptor: int, begin: int) -> None:
+        """Args:
+        descriptor: of the memory.
+        begin: where the first array lies.
+        """
+        self._descriptor = descriptor
+        self._begin = self._next = begin
+        self._maps: list[mmap.mmap] = []
+        self.joining = False
+        """Whether what is asked for lies there already."""
+
+    def check(self, nbytes: int, what: str) -> None:
+        if not self.joining:
+            super().check(nbytes, what)
+        self._next, self._maps = self._begin, []  # a new schema's arrays begin where the last one's did
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        begin, self._next = self._next, self._next + -(-size // PAGE) * PAGE
+        if os.fstat(self._descriptor).st_size < self._next:
+            os.ftruncate(self._descriptor, self._next)
+        mapped = mmap.mmap(self._descriptor, self._next - begin, offset=begin)
+        self._maps.append(mapped)
+        return np.frombuffer(mapped, dtype, int(np.prod(shape, dtype=np.int64))).reshape(shape)
+
+    def again(self) -> SharedMemory:
+        """Return one that begins where this one does."""
+        return SharedMemory(self._descriptor, self._begin)
+
+    def give_back(self) -> None:
+        """Give back the pages of all arrays; what they held is gone, for every process."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_REMOVE)
+
+
+class SharedStorage(TransitionStorage):
+    """Rows that every process sees. The columns are committed with the counters, by their number."""
+
+    def __init__(self, capacity: int, memory: SharedMemory, header: Header) -> None:
+        super().__init__(capacity, None, memory)
+        self._shared, self._header = memory, header
+        self.shapes = 0
+        """How often columns were set, or forgotten."""
+        self.text = 0
+        """Bytes of the columns as text."""
+
+    def shape(self, schema: Schema) -> None:
+        text = msgspec.json.encode(schema)
+        if len(text) > TEXT_BYTES:
+            raise ConfigError(
+                f"storage='shared': the names and shapes of all columns take {len(text):,} bytes, and {TEXT_BYTES:,} can "
+                "be held; join columns",
+                option="storage",
+            )
+        super().shape(schema)
+        self._shared.give_back()  # what another process may have begun there, and was killed
+        self._header.text[: len(text)] = text
+        self.text = len(text)
+        self.shapes += 1
+
+    def forget(self) -> None:
+        super().forget()
+        self.text = 0
+        self.shapes += 1
+
+    def again(self) -> SharedStorage:
+        """Return one without columns in the place of this one."""
+        storage = SharedStorage(self.capacity, self._shared.again(), self._header)
+        storage.shapes = self.shapes
+        return storage
+
+    def take_over(self, shapes: int, text: int) -> None:
+        """Have the columns that another process has set, or forgotten."""
+        self.shapes, self.text = shapes, text
+        if not text:
+            super().forget()
+            return
+        schema = msgspec.json.decode(bytes(self._header.text[:text]), type=Schema)
+        self._shared.joining = True
+        try:
+            super().shape(schema)
+        finally:
+            self._shared.joining = False
+
+    def give_back(self) -> None:
+        """Give the memory of forgotten rows back."""
+        self._shared.give_back()
+
+
+def shared_tree(header: Header, capacity: int, *, new: bool) -> SumTree:
+    """Return a tree of values that every process sees; ``new``: nobody has used the memory yet."""
+    begin = VALUES_AT
+
+    def take(count: int) -> np.ndarray:
+        nonlocal begin
+        array = np.frombuffer(header.map, np.float64, count, begin)
+        begin += array.nbytes
+        assert begin <= header.end
+        return array
+
+    return SumTree(capacity, memory=take, fresh=new)
+
+
+def tree_bytes(capacity: int) -> int:
+    """Return how much a tree takes, at the most."""
+    return 16 * capacity + (64 << 10)

@@ -1,0 +1,233 @@
+"""A ring whose rows other processes add to as well."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.episodes import Episodes, Marks
+from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE
+from pipeline.buffer.transitions.lengths import Lengths
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.shared.header import MOST_ENVS, PROCESSES, Header
+from pipeline.buffer.transitions.shared.memory import SharedStorage
+from pipeline.buffer.transitions.shared.spill import Spill
+from pipeline.buffer.transitions.steady import Steady
+
+Ints = np.ndarray
+
+
+class SharedRing(Ring):
+    """Notes what is about to be lost before it is; all else is that of a ring."""
+
+    def __init__(self, storage: SharedStorage, header: Header, spill: Spill) -> None:
+        self._header, self._spill = header, spill
+        self._restored: list[int] = []
+        super().__init__(storage)
+        self.shared = storage
+        self.episodes: SharedEpisodes = SharedEpisodes(header, self)
+
+    def like(self, schema: Schema | None) -> SharedRing:
+        """Return an empty one in the place of this one, which must not have rows."""
+        storage = self.shared.again()
+        if schema is not None:
+            storage.shape(schema)
+        return SharedRing(storage, self._header, self._spill)
+
+    @property
+    def processes(self) -> int:
+        """How many processes have joined: the next one's draws are of a stream that none of them had, in this life or
+        one before."""
+        return self._header.words[PROCESSES]
+
+    @processes.setter
+    def processes(self, processes: int) -> None:
+        self._header.words[PROCESSES] = max(self._header.words[PROCESSES], processes)
+
+    @property
+    def counters(self) -> tuple[int, int, int, int, int]:
+        """What another process has to take over: rows that were added, that are there, cuts, and how rows follow."""
+        return self.added, self.size, self.cuts, self._stride, self._irregular
+
+    @counters.setter
+    def counters(self, counters: tuple[int, int, int, int, int]) -> None:
+        self.added, self.size, self.cuts, self._stride, self._irregular = counters
+
+    @property
+    def cut_keys(self) -> list[int]:
+        """Keys of rows with which an episode was cut: the rows tell, whichever process it was."""
+        keys = self.keys() if self.storage.layout is not None else np.empty(0, np.int64)
+        return keys[self.mark(END, keys) == CUT].tolist() if len(keys) else []
+
+    @cut_keys.setter
+    def cut_keys(self, keys: list[int]) -> None:
+        """Rows that were read tell it too; see :meth:`restore`."""
+        self._restored = keys
+
+    def extend(
+        self, arrays: Arrays, count: int, envs: Ints, ends: Ints | None, version: int, *, mixed: bool = False
+    ) -> int:
+        self._lose(min(self.added, self.added + count - self.capacity))
+        return super().extend(arrays, count, envs, ends, version, mixed=mixed)
+
+    def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
+        self._lose(self.added + 1 - self.capacity)
+        return super().append(row, env, end, version)
+
+    def clear(self) -> None:
+        self._spill.set_aside(self.added, self.storage)
+        super().clear()
+
+    def _lose(self, upto: int) -> None:
+        """See to it that rows of keys before ``upto`` may be overwritten."""
+        self._spill.set_aside(upto, self.storage)
+        self._header.overwrite(upto)
+
+    def cut(self, env: int | None = None) -> list[int]:
+        """End the open episode of an environment, or of all, where it is."""
+        cut = self.episodes.cut(env)
+        self.cuts += len(cut)
+        keys = [key for key in cut if key >= self.oldest]
+        for key in keys:
+            self.storage.view(END)[key % self.capacity] = CUT
+        return keys
+
+    def begin_links(self) -> None:
+        """Know nothing of what follows what: :meth:`link_back` is called for all rows."""
+        self._stride, self._irregular = 1, 0
+
+    def relink(self) -> None:
+        for key in self._restored:
+            self.storage.view(END)[key % self.capacity] = CUT
+        self._restored = []
+
+
+class SharedEpisodes(Episodes):
+    """Open episodes that every process goes on with. They are noted before they change."""
+
+    def __init__(self, header: Header, ring: SharedRing) -> None:
+        super().__init__()
+        self._header = header
+        self._lengths: SharedLengths = SharedLengths(ring)
+        self.envs = 0
+
+    @property
+    def envs(self) -> int:
+        """For how many environments it is known whether they have an open episode."""
+        return self._tails.shape[1]
+
+    @envs.setter
+    def envs(self, envs: int) -> None:
+        self._tails = self._header.tails[:, :envs]
+
+    def take_over(self, next_episode: int, envs: int) -> None:
+        """Go on from what another process has left."""
+        self.next, self._hot = next_episode, None
+        if envs != self.envs:
+            self.envs = envs
+
+    def doubt(self) -> None:
+        """Look at all rows again before anything is said of them."""
+        self._lengths.doubt()
+
+    def steady(self, key: int, envs: Ints, count: int) -> Steady | None:
+        """Nothing is kept at hand that other processes cannot see."""
+        return None
+
+    def cool(self) -> None:
+        """Leave nothing that other processes cannot see."""
+        self._cool()
+
+    def _tail(self, env: int) -> tuple[int, int, int]:
+        if env >= self.envs:
+            before, after = self.envs, min(MOST_ENVS, max(env + 1, 2 * self.envs, 8))
+            self._header.tails[:, before:after] = -1
+            self.envs = after
+        return super()._tail(env)
+
+    def append(self, key: int, env: int, end: int) -> tuple[int, int, int]:
+        if env >= self._tails.shape[1]:
+            self._tail(env)
+        self._header.note_one(env)
+        return super().append(key, env, end)
+
+    def extend(self, key: int, envs: Ints, ends: Ints) -> Marks:
+        self._tail(int(envs.max()))
+        self._header.note(envs)
+        return super().extend(key, envs, ends)
+
+    def mixed(self, key: int, envs: Ints, ends: Ints) -> Marks:
+        self._tail(int(envs.max()))
+        self._header.note(np.unique(envs))
+        return super().mixed(key, envs, ends)
+
+    def cut(self, env: int | None = None) -> list[int]:
+        if env is not None:
+            self._tail(env)
+        self._header.note(np.arange(self.envs) if env is None else np.array([env]))
+        return super().cut(env)
+
+    def load(self, state: list[list[int]], next_episode: int) -> None:
+        self._hot = self._like = None
+        self.envs = 0
+        for env, *tail in state:
+            self._tail(env)
+            self._tails[:, env] = tail
+        self.next = next_episode
+
+
+class SharedLengths(Lengths):
+    """How long episodes are, as far as this process was asked: rows of others are looked at then, and not before."""
+
+    def __init__(self, ring: SharedRing) -> None:
+        super().__init__()
+        self._ring: SharedRing = weakref.proxy(ring)  # it has us: in a circle, memory would outlive its users
+        self._seen = -1  # rows from this key on were not looked at; -1: none was
+
+    def note(self, episodes: Ints, places: Ints, key: int) -> None:
+        """The rows will tell."""
+
+    def note_one(self, episode: int, place: int, key: int) -> None:
+        """The row will tell."""
+
+    def note_back(self, episodes: Ints, places: Ints, key: int) -> None:
+        """The rows will tell."""
+
+    def doubt(self) -> None:
+        """Look at all rows again."""
+        self._seen = -1
+
+    def of(self, episodes: Ints) -> Ints:
+        self._look()
+        return super().of(episodes)
+
+    def first(self, episodes: Ints) -> Ints:
+        self._look()
+        return super().first(episodes)
+
+    @property
+    def held(self) -> int:
+        """Nothing that the ring would have to trim: this begins anew when it knows too much."""
+        return 0
+
+    def trim(self, newest: int, needed: Ints | None = None) -> None:
+        """See :attr:`held`."""
+
+    def start(self, base: int, end: int) -> None:
+        """The rows will tell."""
+
+    def _look(self) -> None:
+        ring = self._ring
+        if self._seen == ring.added or not ring.size:
+            return
+        known = ring.oldest <= self._seen < ring.added and self._end <= 2 * ring.size + 1024
+        if not known:
+            self._seen = ring.oldest
+            super().start(max(0, ring.episodes.next - ring.size), ring.episodes.next)
+        keys = np.arange(self._seen, ring.added)
+        super().note_back(ring.mark(EPISODE, keys), ring.mark(PLACE, keys), self._seen)
+        self._seen = ring.added

@@ -1,0 +1,179 @@
+"""Where a buffer lies: in one process, or in memory that several have in common."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.drawing import Drawer
+from pipeline.buffer.transitions.limiter import Counts
+from pipeline.buffer.transitions.pool import Pool
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.shared.files import Files
+from pipeline.buffer.transitions.shared.header import IDENTITY, PROCESSES, Header
+from pipeline.buffer.transitions.shared.lock import SharedLock
+from pipeline.buffer.transitions.shared.member import Keeper, Member
+from pipeline.buffer.transitions.shared.memory import SharedMemory, SharedStorage, shared_tree, tree_bytes
+from pipeline.buffer.transitions.shared.ring import SharedRing
+from pipeline.buffer.transitions.shared.spill import Spill
+from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.buffer.transitions.sums import SumTree
+from pipeline.config import ReplayOptions
+from pipeline.replay.gate import Gate
+from pipeline.replay.job import Job
+from pipeline.replay.shared_job import SharedJob
+from pipeline.replay.state import BufferState
+from pipeline.replay.waking import Waking
+
+
+class Room(Protocol):
+    """Makes the parts of one buffer."""
+
+    @property
+    def gate(self) -> Gate:
+        """The buffer's lock, and how to wait for what it guards."""
+        ...
+
+    def ring(self) -> Ring:
+        """Return a ring without rows and columns."""
+        ...
+
+    def tree(self, capacity: int) -> SumTree:
+        """Return a tree of priorities."""
+        ...
+
+    def rng(self) -> np.random.Generator:
+        """Return the generator of this process's draws."""
+        ...
+
+    def job(self, ring: Ring, state: BufferState, values: dict[str, np.ndarray], first: int) -> Job:
+        """Return what brings the rows from the key ``first`` on to the disk; the caller has the lock."""
+        ...
+
+    def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
+        """Have these be the buffer from now on."""
+        ...
+
+
+class OwnRoom:
+    """The memory of this process."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self.gate = Gate()
+        self._options = options
+
+    def ring(self) -> Ring:
+        remove, storage = self._options.remove, TransitionStorage(self._options.capacity)
+        return Ring(storage) if remove.by == "fifo" else Pool(storage, remove)
+
+    def tree(self, capacity: int) -> SumTree:
+        return SumTree(capacity)
+
+    def rng(self) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64([self._options.seed, 0]))
+
+    def job(self, ring: Ring, state: BufferState, values: dict[str, np.ndarray], first: int) -> Job:
+        return Job(ring, self.gate, state, values, first)
+
+    def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
+        """Nobody else need know."""
+
+
+class SharedRoom:
+    """Memory that processes have in common; see :mod:`pipeline.buffer.transitions.shared`."""
+
+    def __init__(self, options: ReplayOptions, files: Files | None = None) -> None:
+        """Args:
+        options: of the buffer.
+        files: where it lies; None: make it.
+
+        Raises:
+            ConfigError: this system has no such memory.
+        """
+        self._new = files is None
+        self.files = files or Files.create()
+        self._options = options
+        self._header = Header(self.files.memory, tree_bytes(options.capacity))
+        self._lock = SharedLock(self.files.lock, self.files.closed)
+        self.number = 0
+        if self._new:
+            self._header.words[IDENTITY] = int.from_bytes(os.urandom(8), "little", signed=True)
+        else:
+            with self._lock:
+                self.number = self._header.words[PROCESSES] = self._header.words[PROCESSES] + 1
+        self.gate = SharedGate(self._lock, self._header, self.number)
+        self._spill = Spill(self.files.spill, options.capacity, self._header)
+        self._member = Member(self._header, self.number, self.gate.waking.wake)
+        self._ring: SharedRing | None = None
+
+    def ring(self) -> Ring:
+        memory = SharedMemory(self.files.memory, self._header.end)
+        return SharedRing(SharedStorage(self._options.capacity, memory, self._header), self._header, self._spill)
+
+    def tree(self, capacity: int) -> SumTree:
+        return shared_tree(self._header, capacity, new=self._new and self._ring is None)
+
+    def rng(self) -> np.random.Generator:
+        # Zeros at the end would not count: so the first process draws as a buffer of one process does.
+        return np.random.Generator(np.random.PCG64([self._options.seed, 0, self.number]))
+
+    def job(self, ring: Ring, state: BufferState, values: dict[str, np.ndarray], first: int) -> Job:
+        return SharedJob(self._spill, ring, self.gate, state, values, first)
+
+    def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
+        assert isinstance(ring, SharedRing)
+        first, self._ring = self._ring is None, ring
+        self._member.bind(ring, drawer, counts, keeper)
+        if first:
+            if self._new:
+                self._member.publish()
+            self._lock.guarded = self._member
+
+
+class SharedGate(Gate):
+    """Waiting for what other processes do as well."""
+
+    def __init__(self, lock: SharedLock, header: Header, number: int) -> None:
+        super().__init__(lock)
+        self.waking = Waking(header, number)
+        self._closed = lock.closed
+        this = weakref.ref(self)
+
+        def woken() -> bool:
+            gate = this()
+            if gate is not None:
+                gate.changed()
+            return gate is not None
+
+        self._woken = woken
+
+    def look(self) -> None:
+        with self.lock:
+            """Taken, it has told us."""
+
+    def _enlist(self) -> None:
+        self.waking.listen(self._woken)
+
+    def _dismiss(self) -> None:
+        if not self.waiters and not self._closed:
+            self.waking.stop()
+
+
+def make_room(options: ReplayOptions) -> Room:
+    """Return the room that a buffer's options ask for.
+
+    Raises:
+        ConfigError: this system has no shared memory.
+    """
+    return SharedRoom(options) if options.storage == "shared" else OwnRoom(options)
+
+
+def of_members(options: ReplayOptions) -> ReplayOptions:
+    """Return the options of those that join: they save nothing."""
+    return msgspec.structs.replace(
+        options, directory=None, keep_every=None, keep_within_s=None, save_every=None, save_every_s=None, signals=None
+    )

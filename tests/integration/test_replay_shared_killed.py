@@ -1,0 +1,227 @@
+"""A process that shares a buffer is killed: nothing is half done, nobody waits for it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import ReplayBuffer
+from pipeline.buffer.transitions import blocks
+from pipeline.checkpoint import verify
+from tests.support.children import ChildProcess, Ended, child
+from tests.support.sharing import (
+    CAPACITY,
+    OPERATIONS,
+    Slow,
+    busy,
+    check,
+    contents,
+    die_inside,
+    operate,
+    own_and_share,
+    rows,
+    shared,
+    until,
+    write_when_told,
+)
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name is a thing of Linux")
+SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
+KILLS = 8 if SOAK == 1 else 100
+EVERY_LINE = 47 if SOAK == 1 else 1
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save takes several copies, so that there is something to overwrite between them."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 20_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_killed_within_any_line_of_an_operation_it_leaves_nothing_half_done(what: str) -> None:
+    line, number = random.Random(what).randrange(1, 1 + EVERY_LINE), 0
+    buffer = shared()
+    while True:
+        number += 1
+        if what == "first":
+            buffer = shared()
+        else:
+            buffer.extend(rows(1000 * number, 30), envs=3)
+            operate(buffer, "append", 1000 * number + 30)
+        before = np.array(buffer.ring.keys())
+        if not killed_inside(buffer, what, 1000 * number + 100, line):
+            break
+        line += EVERY_LINE
+        check(buffer)
+        kept = buffer.ring.keys()
+        most = {"many": CAPACITY + 20, "clear": CAPACITY}.get(what, 12)
+        assert len(np.setdiff1d(before, kept)) <= most, "rows were lost that nobody was about to overwrite"
+    check(buffer)
+
+
+def killed_inside(buffer: ReplayBuffer, what: str, first: int, line: int) -> bool:
+    """Whether a process that did ``what`` came to that line, and was killed there."""
+    with child(die_inside, buffer.share(), what, first, line) as process:
+        try:
+            said = process.hear()
+            assert isinstance(said, int), said
+            return False
+        except Ended:
+            return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+def test_who_repairs_may_be_killed_as_well() -> None:
+    buffer = shared()
+    buffer.extend(rows(0, 60), envs=3)
+    number, line = 1, random.Random(1).randrange(1, 1 + EVERY_LINE)
+    while True:
+        operation = ("extend", "mixed", "cut all", "update")[number % 4]
+        assert killed_inside(buffer, operation, 1000 * number, 100)
+        if not killed_inside(buffer, "repair", 0, line):
+            break
+        if number % 3 == 0:
+            assert killed_inside(buffer, "repair", 0, max(1, line - 5))
+        check(buffer)
+        buffer.extend(rows(1000 * number + 500, 30), envs=3)
+        number, line = number + 1, line + EVERY_LINE
+    check(buffer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+def test_killed_while_rows_are_set_aside_for_a_save_it_spoils_nothing(tmp_path: Path) -> None:
+    line, step, going_on = random.Random(2).randrange(1, 1 + EVERY_LINE), 0, True
+    while going_on:
+        step += 1
+        files = Slow()
+        with shared(directory=tmp_path / str(step), files=files) as buffer:
+            buffer.extend(rows(1000 * step, CAPACITY), envs=3)
+            expected = contents(buffer)
+            saving = buffer.save(1)
+            assert files.begun.wait(30)
+            for number in range(6):
+                going_on = killed_inside(buffer, "extend", 1000 * step + 200 + 20 * number, line)
+                line += EVERY_LINE
+                if not going_on:
+                    break
+            check(buffer)
+            files.go_on.set()
+            assert saving.wait(30)
+        with shared(directory=tmp_path / str(step)) as again:
+            again.resume(1, continue_episodes=True)
+            assert contents(again) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 10))
+def test_killed_at_any_moment_it_leaves_nothing_half_done_and_others_go_on() -> None:
+    chance = random.Random(3)
+    buffer = shared()
+    buffer.extend(rows(0, 20))
+    with child(busy, buffer.share(), 5) as other:
+        assert other.hear() == "ready"
+        for _ in range(KILLS):
+            with child(busy, buffer.share(), 6) as process:
+                assert process.hear() == "ready"
+                process.process.join(chance.uniform(0, 0.05))
+                assert process.process.exitcode is None, process.rest()
+                process.kill()
+            check(buffer)
+            added = buffer.statistics().added
+            until(lambda added=added: buffer.statistics().added > added + 12)
+            assert other.process.exitcode is None, other.rest()
+    check(buffer)
+
+
+def test_who_holds_the_lock_and_is_killed_keeps_nobody_out() -> None:
+    buffer = shared()
+    buffer.extend(rows(0, 20))
+    with ExitStack() as stack:
+        held = stack.enter_context(child(hold, buffer.share()))
+        assert held.hear() == "held"
+        looking = threading.Thread(target=lambda: check(buffer))
+        looking.start()
+        held.kill()
+        looking.join(30)
+        assert not looking.is_alive()
+    assert len(buffer) == 20
+
+
+def hold(pipe: Any, handle: Any) -> None:
+    """Have the lock for ever, with a row half written."""
+    buffer = ReplayBuffer.join(handle)
+    with buffer.gate.lock:
+        buffer.ring.append({name: each[0] for name, each in rows(999, 1).items()}, 0, 0, 0)
+        pipe.send("held")
+        threading.Event().wait()
+
+
+def test_nothing_is_left_when_everybody_was_killed(tmp_path: Path) -> None:
+    with child(hold, shared().share()):
+        pass  # the fork server has what it needs by now
+    before = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")}
+    process = ChildProcess(own_and_share, str(tmp_path / "run"))
+    pids = process.hear()
+    assert len(pids) == 3, pids
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.pipe.close()
+    until(lambda: not any(memory_of(pid) for pid in pids))
+    assert {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")} == before
+    assert verify(str(tmp_path / "run")).whole
+
+
+def memory_of(pid: int) -> bool:
+    """Whether a process has our memory."""
+    try:
+        return any("memfd:forebay" in os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def test_when_the_owner_is_killed_the_others_go_on(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.get_context("forkserver").Pipe()
+    with child(own_until_killed, str(tmp_path), theirs) as owner:
+        theirs.close()
+        assert ours.poll(30)
+        assert ours.recv() == "ready"
+        assert owner.hear() == "saving"
+        ours.send(12)
+        assert ours.recv() == 1_000_012
+        owner.kill()
+        for number in range(1, 4):
+            ours.send(600)
+            assert ours.poll(30)
+            assert ours.recv() == 1_000_012 + 600 * number
+    ours.send("what ends it")
+    with pytest.raises(EOFError):
+        ours.recv()
+    ours.close()
+
+
+def own_until_killed(pipe: Any, directory: str, far: Any) -> None:
+    """Share a buffer with a process of our own, and be in the midst of a save for ever."""
+    files = Slow()
+    buffer = shared(directory=directory, files=files)
+    buffer.extend(rows(0, CAPACITY))
+    writer = multiprocessing.get_context("fork").Process(target=write_when_told, args=(far, buffer.share(), 1))
+    writer.start()
+    far.close()
+    buffer.save(1)
+    files.begun.wait()
+    pipe.send("saving")
+    threading.Event().wait()
