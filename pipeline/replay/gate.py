@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from pipeline.errors import TimedOut
+from pipeline.errors import ClosedError, TimedOut
 
 Predicate = Callable[[], object]
 
@@ -26,6 +26,7 @@ class Gate:
         self._condition = threading.Condition(self.lock)
         self._threads = 0
         self._tasks: list[tuple[Predicate, anyio.Event, Any, int]] = []
+        self._ends = 0  # how often all waits were ended
 
     def look(self) -> None:
         """Take in what was done up to now, if others than threads of this process do something."""
@@ -40,20 +41,23 @@ class Gate:
 
         Raises:
             TimedOut: it did not hold in ``timeout`` seconds.
+            ClosedError: the wait was ended.
         """
         if predicate():
             return
         self._threads += 1
+        ends = self._ends
         try:
             if timeout != 0:
                 self._enlist()
-            if timeout == 0 or not self._condition.wait_for(predicate, timeout):
+            if timeout == 0 or not self._condition.wait_for(lambda: predicate() or self._ends > ends, timeout):
                 waited = (
                     f"Waited {timeout:g} s; with timeout=None it would wait"
                     if timeout
                     else "With timeout= it would wait"
                 )
                 raise TimedOut(f"{why()}. {waited}", predicate)
+            self._check_ended(predicate, ends)
         finally:
             self._threads -= 1
             self._dismiss()
@@ -61,8 +65,10 @@ class Gate:
     async def wait_for(self, predicate: Predicate) -> None:
         """As :meth:`wait`, for a task without the lock, which on return holds for this turn of its loop at the least,
         if all others are tasks of that loop."""
+        ends = self._ends
         while True:
             with self.lock:
+                self._check_ended(predicate, ends)
                 if predicate():
                     return
                 waiter = (predicate, anyio.Event(), anyio.lowlevel.current_token(), threading.get_ident())
@@ -81,13 +87,25 @@ class Gate:
     def _dismiss(self) -> None:
         """Take in that somebody waits no longer; the lock is held."""
 
+    def _check_ended(self, predicate: Predicate, ends: int) -> None:
+        if self._ends > ends and not predicate():
+            raise ClosedError("the buffer was closed while this waited for its limiter; nothing was changed")
+
+    def end_waits(self) -> None:
+        """Let whoever waits in this process give up. Others may wait afterwards."""
+        with self.lock:
+            self._ends += 1
+            self._wake(lambda predicate: True)
+
     def changed(self) -> None:
         """Wake whoever may go on now."""
-        if not self._threads and not self._tasks:
-            return
+        if self._threads or self._tasks:
+            self._wake(lambda predicate: predicate())
+
+    def _wake(self, may: Callable[[Predicate], object]) -> None:
         with self.lock:
             self._condition.notify_all()
-            ready = [each for each in self._tasks if each[0]()]
+            ready = [each for each in self._tasks if may(each[0])]
         for _, event, token, thread in ready:
             if thread == threading.get_ident():
                 event.set()

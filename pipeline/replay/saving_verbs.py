@@ -238,9 +238,11 @@ class SavingVerbs:
 
     def close(self) -> None:
         """Wait for what is being written, and give back the folder and the signals. The rows stay, but cannot be saved
-        any more. In a forked child it does nothing: the folder and the files are the parent's."""
+        any more; who waits for the limiter gives up. In a forked child it does nothing: the folder and the files are
+        the parent's."""
         if self._forked:
             return
+        self.gate.end_waits()
         try:
             self._saver.close()
         finally:

@@ -11,7 +11,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from pipeline import Limiter, ReplayBuffer, TimedOut, UsageError
+from pipeline import ClosedError, Limiter, ReplayBuffer, TimedOut, UsageError
 from tests.support.replaying import contents, fill, rows
 
 
@@ -133,3 +133,32 @@ async def test_how_long_to_wait_is_not_said_with_timeout() -> None:
     for verb in (partial(replay.sample, 1), partial(replay.extend, {"x": [1]}), partial(replay.append, {"x": 1})):
         with pytest.raises(UsageError, match=r"anyio\.fail_after"):
             await verb(timeout=1.0)
+
+
+async def test_who_waits_when_the_buffer_is_closed_gives_up() -> None:
+    buffer = limited()
+    gave_up: list[str] = []
+
+    async def sample() -> None:
+        try:
+            await buffer.aio.sample(1)
+        except ClosedError as error:
+            gave_up.append(str(error))
+
+    async def sample_in_thread() -> None:
+        try:
+            await anyio.to_thread.run_sync(lambda: buffer.sample(1, timeout=None))
+        except ClosedError as error:
+            gave_up.append(str(error))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(sample)
+        group.start_soon(sample_in_thread)
+        while buffer.gate.waiters < 2:
+            await anyio.lowlevel.checkpoint()
+        buffer.close()
+    assert len(gave_up) == 2
+    assert all("closed while this waited" in each for each in gave_up)
+    assert buffer.gate.waiters == 0
+    buffer.extend({"x": np.arange(5)})  # the rows are still of use
+    assert len(buffer.sample(2)) == 2
