@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import anyio
 
 from pipeline.buffer import Batch
+from pipeline.checkpoint.trainer_state import load_states
 from pipeline.config import PipelineOptions
 from pipeline.engines import LocalEngine
 from pipeline.errors import ConfigError, EndOfSource, ForebayError, UsageError
@@ -175,8 +176,7 @@ class Pipeline(OutsideVerbs):
         if found is None:
             return Resumed()
         self._run.check_sources(found, restart)
-        for name, each in self._run.attached.items():
-            each.load_state_dict(found.states[name])
+        load_states(self._run.attached, found.states)
         resumed = await self._run.take_over(found, restart)
         await self._honour()
         return resumed

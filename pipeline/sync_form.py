@@ -15,6 +15,7 @@ import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from pipeline.buffer import Batch
+from pipeline.checkpoint.trainer_state import load_states
 from pipeline.checkpoint.triggers import CheckpointRequest, Then
 from pipeline.errors import ClosedError, EndOfSource, ForebayError, StoppedExit, UsageError
 from pipeline.ledger import Ledger
@@ -185,8 +186,7 @@ class SyncPipeline:
         if found is None:
             return Resumed()
         self._do(self._run.check_sources, found, restart)
-        for name, each in self._run.attached.items():
-            each.load_state_dict(found.states[name])
+        load_states(self._run.attached, found.states)
         resumed = self._call(self._run.take_over, found, restart)
         self._honour()
         return resumed

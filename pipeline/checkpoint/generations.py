@@ -11,7 +11,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from pipeline.checkpoint.manifest import (
     encode_manifest,
 )
 from pipeline.checkpoint.trainer_state import check_file
-from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError, UsageError, WriteFailed
+from pipeline.errors import Damaged, ForebayError, Locked, NewerFormat, OtherRun, StoreError, UsageError, WriteFailed
 from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import crc32c_more, crc32c_of_file
 from pipeline.store.layout import Layout, write_file
@@ -207,7 +207,7 @@ class GenerationWriter:
         self._final = os.path.join(layout.generations, f"{number:08d}")
         self.folder = self._final + ".part"
         self.infos: list[FileInfo] = []
-        self._renamed = self._abandoned = False
+        self._renamed = self._abandoned = self._overtaken = False
         self._unsynced: list[int] = []
         self._one_ends_it = threading.Lock()
 
@@ -270,18 +270,27 @@ class GenerationWriter:
             size, checksum = crc32c_of_file(full)
             self.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
 
-    def commit(self, manifest: Manifest) -> Stored:
+    def commit(self, manifest: Manifest, *, keep: Callable[[], None] = lambda: None) -> Stored:
         """Make the generation exist.
+
+        Args:
+            manifest: what it consists of.
+            keep: raises unless the folder is still this process's; asked right before anything gets its name.
 
         Raises:
             WriteFailed: it could not be written; the generations before it are untouched.
+            Locked: another process has taken the folder.
         """
         with self._one_ends_it:
             if self._abandoned:
                 raise WriteFailed(f"{self._final}: was given up before it was committed")
-            return self._commit(manifest)
+            try:
+                return self._commit(manifest, keep)
+            except Locked:
+                self._overtaken = True
+                raise
 
-    def _commit(self, manifest: Manifest) -> Stored:
+    def _commit(self, manifest: Manifest, keep: Callable[[], None]) -> Stored:
         try:
             while self._unsynced:
                 self._files.sync(self._unsynced[-1])
@@ -289,11 +298,16 @@ class GenerationWriter:
             for folder in sorted({os.path.dirname(os.path.join(self.folder, info.path)) for info in self.infos}):
                 self._files.sync_directory(folder)
             self._files.sync_directory(self.folder)
+            keep()
             self._renamed = True  # also if it says that it failed; `begin` made sure that nothing whole lay there
             self._files.rename(self.folder, self._final)
             self._files.sync_directory(self._layout.generations)
-            write_file(self._files, os.path.join(self._final, MANIFEST_FILE), encode_manifest(manifest))
+            path = os.path.join(self._final, MANIFEST_FILE)
+            write_file(self._files, path, encode_manifest(manifest), before=keep)
+        except ForebayError:
+            raise
         except OSError as error:
+            keep()  # who has taken the folder removes what is not complete in it
             raise WriteFailed(f"{self._final}: could not be committed: {error}. {RETRY}") from error
         self._renamed = False
         return Stored(self._final, manifest)
@@ -309,6 +323,8 @@ class GenerationWriter:
             while self._unsynced:
                 with suppress(OSError):
                     self._files.close(self._unsynced.pop())
+            if self._overtaken:  # what has these names by now may be the other process's, which cleans up too
+                return
             remove_tree(self._files, self.folder)
             if self._renamed:
                 remove_tree(self._files, self._final)

@@ -47,6 +47,23 @@ def check_attachable(objects: Mapping[str, Any]) -> None:
             )
 
 
+def load_states(objects: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:
+    """Load each object's state in place. Should one refuse it, those before it stay loaded, and a note on its error
+    says so: what they held is gone, as keeping it would take the trainer's memory once more at every resume."""
+    loaded: list[str] = []
+    for name, each in objects.items():
+        try:
+            each.load_state_dict(states[name])
+        except Exception as error:
+            others = f"; {', '.join(loaded)} held it already, and still do" if loaded else ""
+            error.add_note(
+                f"attached {name!r} did not take the checkpoint's state, and may hold a part of it{others}. The run is "
+                "as it was: resume() may be called again"
+            )
+            raise
+        loaded.append(name)
+
+
 class CapturedState:
     """One attached object's state, as ``state_dict`` gave it: references to tensors and a copy of the rest.
 

@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, take_back
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.checkpoint.trainer_state import load_states
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.arguments import not_shared
@@ -115,8 +116,7 @@ class SavingVerbs:
                 if found is not None:
                     parts = self._parts(found.ring)
                     self._saver.take_over(found, parts)
-                    for name, each in self._saver.attached.items():
-                        each.load_state_dict(found.states[name])
+                    load_states(self._saver.attached, found.states)
                     self._use(parts)
                     if not continue_episodes:
                         self.ring.cut()

@@ -232,7 +232,7 @@ class ReplayStore:
             files=sorted(generation.writer.infos, key=lambda info: info.path),
             reusable=self._retention.reusable(generation.manifest),
         )
-        return generation.writer.commit(manifest), live, open_segment, blocks
+        return generation.writer.commit(manifest, keep=self.folder.keep), live, open_segment, blocks
 
     def _write_piece(self, writer: StoreWriter, piece: Piece) -> Block:
         place = writer.place(piece.blob, piece.first, 0, 0)

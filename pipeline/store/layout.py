@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -165,8 +166,9 @@ class Layout:
         write_file(files, self.run_file, msgspec.json.format(msgspec.json.encode(run)) + b"\n")
 
 
-def write_file(files: FilesLike, path: str, content: bytes) -> None:
-    """Write a small file aside, sync it, put it under its name and sync the folder: whole, or not there."""
+def write_file(files: FilesLike, path: str, content: bytes, *, before: Callable[[], None] = lambda: None) -> None:
+    """Write a small file aside, sync it, put it under its name and sync the folder: whole, or not there. ``before`` is
+    called right before it gets its name."""
     part = path + ".part"
     if os.path.lexists(part):
         files.unlink(part)
@@ -176,6 +178,7 @@ def write_file(files: FilesLike, path: str, content: bytes) -> None:
         files.sync(handle)
     finally:
         files.close(handle)
+    before()
     files.rename(part, path)
     files.sync_directory(os.path.dirname(path))
 

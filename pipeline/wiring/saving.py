@@ -137,7 +137,7 @@ class Saver:
         self._dead = DeadSegments(layout)
         self.committed = False
         self.keep_lock: Callable[[], None] = lambda: None
-        """Raises unless the folder is still this process's; called before each save, in a thread."""
+        """Raises unless the folder is still this process's; called as a save begins and before its manifest. Blocks."""
         self.on_committed: Callable[[Stored], None] = lambda stored: None
         """Told of each generation once it is committed."""
         """Whether this incarnation has committed a generation."""
@@ -300,7 +300,7 @@ class Saver:
             files=sorted(writer.infos, key=lambda info: info.path),
             reusable=self.retention.reusable(manifest),
         )
-        return writer.commit(manifest)
+        return writer.commit(manifest, keep=self.keep_lock)
 
 
 def link_trainer(capture: Capture, stored: Stored) -> None:

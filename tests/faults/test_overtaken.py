@@ -1,0 +1,141 @@
+"""A folder that another process takes over while a generation is being written: what that one committed stays, and the
+generation that was being written does not come to be."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import Locked, ReplayBuffer
+from pipeline.checkpoint import verify
+from pipeline.store.files import OsFiles
+from tests.support import locked
+from tests.support.children import child
+from tests.support.replaying import Counter
+from tests.support.runs import pipeline, task
+
+MOMENTS = [("makedirs", ".part"), ("create", "manifest.json.part"), ("sync_directory", "generations")]
+
+
+class Pauses(OsFiles):
+    """Calls ``happens`` once, before the first call of ``verb`` on a path with that end, when it is armed."""
+
+    def __init__(self, verb: str, end: str) -> None:
+        self.verb, self.end = verb, end
+        self.happens: Callable[[], None] | None = None
+
+    def _enter(self, verb: str, path: str) -> None:
+        happens = self.happens
+        if happens is not None and verb == self.verb and path.endswith(self.end):
+            self.happens = None
+            happens()
+
+    def makedirs(self, path: str) -> None:
+        self._enter("makedirs", path)
+        super().makedirs(path)
+
+    def create(self, path: str) -> int:
+        self._enter("create", path)
+        return super().create(path)
+
+    def sync_directory(self, path: str) -> None:
+        self._enter("sync_directory", path)
+        super().sync_directory(path)
+
+
+def taken_over(directory: str, body: Callable[..., None]) -> None:
+    """Lose the lock, by a copy of the folder, to a process that goes on and commits."""
+    shutil.copytree(directory, directory + "-copy")
+    with child(body, directory) as taker:
+        assert taker.hear() == "saved"
+        taker.pipe.send("end")
+        assert taker.rest() == []
+
+
+def generations(directory: str) -> set[str]:
+    return {path.parent.name for path in Path(directory, "generations").glob("*/manifest.json")}
+
+
+@pytest.mark.parametrize(("verb", "end"), MOMENTS)
+def test_a_pipeline_that_is_overtaken_while_it_saves_commits_nothing(run_directory: str, verb: str, end: str) -> None:
+    files, there = Pauses(verb, end), set[str]()
+
+    def happens() -> None:
+        taken_over(run_directory, locked.train)
+        there.update(generations(run_directory))
+
+    with pipeline(task(40), directory=run_directory, files=files).sync() as pipe:
+        pipe.start()
+        step = pipe.get_batch(2).step
+        files.happens = happens
+        with pytest.raises(Locked, match="has written in this folder meanwhile"):
+            pipe.save(step).committed()
+        assert generations(run_directory) == there
+        assert len(there) > 2
+    with pipeline(task(40), directory=run_directory).sync() as again:
+        assert again.resume().step == 2
+    assert verify(run_directory).whole
+
+
+def opens(pipe: Connection, directory: str) -> None:
+    with pipeline(task(40), directory=directory).sync():
+        pipe.send("saved")
+        pipe.recv()
+
+
+@pytest.mark.parametrize(("verb", "end"), MOMENTS)
+def test_one_that_only_looked_in_is_enough(run_directory: str, verb: str, end: str) -> None:
+    """It has made nothing yet, and may go on from what it saw at any time."""
+    files = Pauses(verb, end)
+    with pipeline(task(40), directory=run_directory, files=files).sync() as pipe:
+        pipe.start()
+        step = pipe.get_batch(2).step
+        files.happens = lambda: taken_over(run_directory, opens)
+        with pytest.raises(Locked, match="has written in this folder meanwhile, as incarnation 2"):
+            pipe.save(step).committed()
+    assert generations(run_directory) == {"00000000"}
+    with pipeline(task(40), directory=run_directory).sync() as again:
+        assert again.resume().step == 0
+    assert verify(run_directory).whole
+
+
+def fill(pipe: Connection, directory: str) -> None:
+    """Go on with a buffer, add rows and save them."""
+    with ReplayBuffer(50, directory=directory) as buffer:
+        buffer.attach(counter=Counter())
+        buffer.resume()
+        buffer.extend({"reward": np.arange(7.0)})
+        buffer.save(9, wait=True)
+        pipe.send("saved")
+        pipe.recv()
+
+
+@pytest.mark.parametrize(("verb", "end"), MOMENTS)
+def test_a_buffer_that_is_overtaken_while_it_saves_commits_nothing(run_directory: str, verb: str, end: str) -> None:
+    files, there = Pauses(verb, end), set[str]()
+
+    def happens() -> None:
+        taken_over(run_directory, fill)
+        there.update(generations(run_directory))
+
+    options: dict[str, Any] = {"directory": run_directory, "files": files}
+    with ReplayBuffer(50, **options) as buffer:
+        buffer.attach(counter=Counter())
+        buffer.extend({"reward": np.arange(5.0)})
+        buffer.save(1, wait=True)
+        buffer.extend({"reward": np.arange(3.0)})
+        files.happens = happens
+        with pytest.raises(Locked, match="has written in this folder meanwhile"):
+            buffer.save(2, wait=True)
+        assert generations(run_directory) == there
+        assert len(there) == 2
+    with ReplayBuffer(50, directory=run_directory) as again:
+        again.attach(counter=Counter())
+        assert (again.resume().step, len(again)) == (9, 12)
+    assert verify(run_directory).whole
