@@ -65,6 +65,8 @@ LONG = {"uses": 5, "window_uses": 5, "epoch_uses": 5, "order_uses": 5}
 
 
 def make(directory: Path | None, capacity: int = CAPACITY, **options: Any) -> ReplayBuffer:
+    if directory is not None:
+        options.setdefault("files", ScriptedFiles())  # which does not sync: nobody could tell here
     return ReplayBuffer(capacity, directory=directory, **options)
 
 
