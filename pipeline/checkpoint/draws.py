@@ -65,7 +65,8 @@ class Draws:
         self._sizes: dict[str, tuple[int, int]] = {}
         self._floors: dict[str, tuple[int, int]] = {}
         self._contents: set[str] = set()
-        self._only_draws = True  # whether every uid that is known belongs to a draw
+        # Whether uids follow the draws, also where the event is lost with which the line inherited its state.
+        self._only_draws = not line.reclaimed
 
     def began(self, event: Claimed, sampler: Sampler) -> EpochBegan | None:
         """Return the event that must have come before a claim, if it was lost."""

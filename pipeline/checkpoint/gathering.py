@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.checkpoint.draws import Filled
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import PROGRESS_FILE, Manifest
 from pipeline.checkpoint.payloads import locate
@@ -36,6 +37,8 @@ class Gathered(NamedTuple):
     again: list[Claimed]
     """Items of which nothing but their place in the source is known."""
     losses: list[Loss]
+    reclaimed: bool = False
+    """Whether items were claimed again, or given up, under uids that are new."""
 
 
 def gather(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candidates: Sequence[Candidate]) -> Gathered:
@@ -48,6 +51,7 @@ def gather(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candida
     assert manifest is not None
     assert half is not None
     again: list[Claimed] = []
+    reclaimed = False
     losses: list[Loss] = []
     if chosen.inherited is not None:  # it lists itself what is to be drawn again, and needs no journal
         fold = Rescue(half, manifest, manifest.options.get("seed", 0), [])
@@ -60,13 +64,14 @@ def gather(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candida
         fold = rescue(layout, run_tag, manifest, [each for each in others if each.run_id == manifest.run_id], half)
         losses += [_hole(layout, *each) for each in fold.holes]
         if fold.torn:
-            again, more = _fill(layout, run_tag, fold, half)
+            filled, more = _fill(layout, run_tag, fold, half)
+            again, reclaimed = filled.again, bool(filled.again or filled.given_up)
             losses += more
     opened = _opening(manifest, fold.sampler.seed, f"{run_id}/{manifest.generation}")
     fold.ledger.apply(opened)
     fold.partials.apply(opened.incarnation, opened.rank, opened)
     fold.ledger.restore(half)
-    return Gathered(fold, manifest, half, opened, again, losses)
+    return Gathered(fold, manifest, half, opened, again, losses, reclaimed or manifest.reclaimed)
 
 
 def _opening(manifest: Manifest, seed: int, origin: str) -> Opened:
@@ -74,7 +79,7 @@ def _opening(manifest: Manifest, seed: int, origin: str) -> Opened:
     return Opened(1, 0, -1, manifest.step, manifest.step, seed, host, process, time.time(), origin=origin)
 
 
-def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tuple[list[Claimed], list[Loss]]:
+def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tuple[Filled, list[Loss]]:
     """Claim what was claimed in the holes."""
     wanted = {*fold.draws.unseen(half.trained), *fold.ended}
     first = max(fold.ledger.next_uid, *(last + 1 for _, last in half.trained), *(uid + 1 for uid in fold.ended), 0)
@@ -93,7 +98,7 @@ def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tup
             more = f" and {len(mine) - _MOST} more" if len(mine) > _MOST else ""
             what = f"{hole.name.path}: {len(mine)} items were claimed where events are missing"
             losses.append(_loss(layout, hole, what, f"task {task}: items of index {shown}{more} {fate}"))
-    return filled.again, losses
+    return filled, losses
 
 
 def _hole(layout: Layout, hole: Hole, left_out: int) -> Loss:

@@ -64,6 +64,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The incarnation in which this line inherited its state: journals of earlier ones are not needed. 0: all are."""
     origin: str = ""
     """Run id and generation that the run was forked from, in its first generation."""
+    reclaimed: bool = False
+    """Whether, in a salvage, items were claimed again under new uids: uids do not follow the draws any more."""
     reusable: list[int] | None = None
     """Generations, this one among them, whose resume may use what came after them. Not said: all that are there."""
     kind: str = PIPELINE

@@ -157,6 +157,7 @@ def _commit(
     manifest = Manifest(
         run_id=run_id,
         base=_INCARNATION,
+        reclaimed=gathered.reclaimed,
         step=before.step,
         incarnation=_INCARNATION,
         reason="salvage",

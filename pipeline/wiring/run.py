@@ -299,6 +299,7 @@ class Run:
         self.producer.requeue_all()
         saver.parent = -1 if found.origin.forked else found.stored.manifest.generation
         saver.journals = found.recovered.positions
+        saver.reclaimed = found.stored.manifest.reclaimed
         saver.base = found.stored.manifest.base if found.recovered.inherited is None else state.incarnation
         await saver.acquire()
         try:

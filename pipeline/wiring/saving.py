@@ -144,6 +144,8 @@ class Saver:
         self.captured_step = -1
         """The step of the newest generation that is committed or being written."""
         self.parent = -1
+        self.reclaimed = False
+        """Whether uids of this line do not follow the draws."""
         self.base = 0
         """The incarnation in which this line inherited its state, if it did."""
         self.next_generation = 0
@@ -197,6 +199,7 @@ class Saver:
             generation=number,
             parent=self.parent,
             base=self.base,
+            reclaimed=self.reclaimed,
             step=state.ledger.step,
             incarnation=state.incarnation,
             reason=reason,
