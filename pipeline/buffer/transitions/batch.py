@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -95,19 +96,19 @@ class TransitionBatch:
         return name in self._arrays or name in self.columns
 
     def _out(self, array: np.ndarray, name: str = "") -> Any:
+        special = self._layout.torch_only.get(name)
         if self.kind == "numpy":
-            if name and self._layout.column(name).torch_only is not None:
+            if special is not None:
                 raise ConfigError(f"column {name}: numpy has no such dtype; use batch.torch()", option="returns")
             return array
         tensor = torch.from_numpy(array)
-        if name:
-            special = self._layout.torch_only.get(name)
-            if special is not None:
-                return tensor.view(special)
-        return tensor
+        return tensor if special is None else tensor.view(special)
 
     def _optional(self, array: np.ndarray | None) -> Any:
         return None if array is None else self._out(array)
+
+    def _mark(self, name: str) -> Any:
+        return self._out(np.ascontiguousarray(self._records[name]))
 
     @property
     def weights(self) -> Any:
@@ -126,41 +127,30 @@ class TransitionBatch:
     @property
     def versions(self) -> Any:
         """[n] or [n, window] int32: the version of the weights that made each row."""
-        return self._out(self._records[VERSION])
+        return self._mark(VERSION)
 
     @property
     def episodes(self) -> Any:
         """[n] or [n, window] int64: the number of each row's episode."""
-        return self._out(self._records[EPISODE])
+        return self._mark(EPISODE)
 
     @property
     def places(self) -> Any:
         """[n] or [n, window] int32: the place of each row in its episode, from 0."""
-        return self._out(self._records[PLACE])
+        return self._mark(PLACE)
 
-    def torch(self) -> TransitionBatch:
+    def torch(self) -> Self:
         """Return the same batch, giving out tensors."""
         return self._as("torch")
 
-    def numpy(self) -> TransitionBatch:
+    def numpy(self) -> Self:
         """Return the same batch, giving out arrays."""
         return self._as("numpy")
 
-    def _as(self, kind: Kind) -> TransitionBatch:
-        return TransitionBatch(
-            self._layout,
-            self._records,
-            self._arrays,
-            self.keys,
-            kind,
-            weights=self._weights,
-            mask=self._mask,
-            discount=self._discount,
-            steps=self.steps,
-            relabelled=self.relabelled,
-            burn_in=self.burn_in,
-            bootstrap=self.bootstrap,
-        )
+    def _as(self, kind: Kind) -> Self:
+        batch = copy.copy(self)
+        batch.kind = kind
+        return batch
 
     def to(self, device: Any, *, non_blocking: bool = False) -> dict[str, Any]:
         """Return the columns, nested as they were given, on a device; with ``weights``, and ``discount`` and ``mask``
@@ -171,7 +161,7 @@ class TransitionBatch:
         found |= {name: each for name, each in extras.items() if each is not None and name not in found}
         return {name: _moved(each, device, non_blocking) for name, each in found.items()}
 
-    def pinned(self) -> TransitionBatch:
+    def pinned(self) -> Self:
         """Return the same batch in pinned memory, from which a device copies by itself."""
         batch = self._as(self.kind)
         batch._arrays = {name: _pinned(array) for name, array in self._arrays.items()}

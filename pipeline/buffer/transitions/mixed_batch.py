@@ -72,28 +72,6 @@ class MixedBatch(TransitionBatch):
         own: np.ndarray = self.sources == self.names.index(name)
         return own
 
-    def torch(self) -> MixedBatch:
-        return self._as("torch")
-
-    def numpy(self) -> MixedBatch:
-        return self._as("numpy")
-
-    def _as(self, kind: Kind) -> MixedBatch:
-        return MixedBatch(
-            self._layout,
-            self._records,
-            self._arrays,
-            self.keys,
-            kind,
-            weights=self._weights,
-            mask=self._mask,
-            discount=self._discount,
-            steps=self.steps,
-            relabelled=self.relabelled,
-            burn_in=self.burn_in,
-            bootstrap=self.bootstrap,
-        )._of(self.names, self.sources)
-
     def state(self) -> dict[str, Any]:
         return {**super().state(), "names": list(self.names), "sources": self.sources}
 
