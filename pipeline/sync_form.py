@@ -282,7 +282,7 @@ class SyncPipeline:
                 return None
             states = saves.capture_states()
             capture = self._do(partial(saves.begin, step, reason, states, **how))
-            saves.write_trainer(capture)
+            capture.write_trainer()
             commit(turn, capture)
         except BaseException:
             if self._do(turn.give_up, capture) and capture is not None:

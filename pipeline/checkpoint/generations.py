@@ -7,26 +7,24 @@ this one does not exist; what is left over is cleaned by the next commit.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from datetime import datetime
 from typing import NamedTuple
 
-from pipeline.checkpoint.collect import Needs
 from pipeline.checkpoint.manifest import (
     MANIFEST_FILE,
     PIPELINE,
     REPLAY,
+    TRAINER_FOLDER,
     FileInfo,
     Manifest,
     decode_manifest,
     encode_manifest,
 )
-from pipeline.checkpoint.trainer_state import check_file
+from pipeline.checkpoint.trainer_state import CapturedState, check_file
 from pipeline.errors import Damaged, ForebayError, Locked, NewerFormat, OtherRun, StoreError, UsageError, WriteFailed
 from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.frames import crc32c_more, crc32c_of_file
@@ -44,6 +42,11 @@ class Stored(NamedTuple):
 
     folder: str
     manifest: Manifest
+
+    def trainer_files(self) -> list[tuple[str, FileInfo]]:
+        """Return where the trainer's files lie."""
+        infos = (info for info in self.manifest.files if info.path.startswith(TRAINER_FOLDER + "/"))
+        return [(os.path.join(self.folder, info.path), info) for info in infos]
 
 
 class Found(NamedTuple):
@@ -223,6 +226,30 @@ class GenerationWriter:
         remove_tree(self._files, self._final)
         self._files.makedirs(self.folder)
 
+    def begin_with(self, states: Sequence[CapturedState], links: Iterable[tuple[str, FileInfo]] = ()) -> None:
+        """:meth:`begin`, with what cannot wait: the trainer's tensors, which are read here.
+
+        Args:
+            states: of the trainer's objects.
+            links: files of earlier generations that this one takes over, by their paths.
+
+        Raises:
+            WriteFailed: it could not be written; nothing of it stays.
+        """
+        try:
+            self.begin()
+            for source, info in links:
+                self.link(info.path, source, info)
+            for state in states:
+                path = f"{TRAINER_FOLDER}/{state.name}.safetensors"
+                size, checksum = state.write(self._files, self._target(path), to_sync=self.sync_later)
+                self.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, OSError) and not isinstance(error, ForebayError):
+                raise WriteFailed(f"{self.folder}: could not be written: {error}. {RETRY}") from error
+            raise
+
     def add(self, path: str, content: bytes | memoryview) -> None:
         """Write a small file."""
         target = self._target(path)
@@ -313,7 +340,8 @@ class GenerationWriter:
         return Stored(self._final, manifest)
 
     def abandon(self) -> None:
-        """Remove what was written, after a failure: nothing stays, neither aside nor under the final name.
+        """Remove what was written, after a failure: nothing stays, neither aside nor under the final name, as far as
+        the disk lets us; the next commit tries again.
 
         May be called while another thread is in :meth:`commit`, whose caller was cancelled: then whichever comes first
         decides, and a generation that was committed stays.
@@ -325,9 +353,9 @@ class GenerationWriter:
                     self._files.close(self._unsynced.pop())
             if self._overtaken:  # what has these names by now may be the other process's, which cleans up too
                 return
-            remove_tree(self._files, self.folder)
-            if self._renamed:
-                remove_tree(self._files, self._final)
+            for folder in (self.folder, *([self._final] if self._renamed else [])):
+                with suppress(OSError):
+                    remove_tree(self._files, folder)
 
     def _target(self, path: str) -> str:
         target = os.path.join(self.folder, path)
@@ -335,81 +363,6 @@ class GenerationWriter:
         if parent != self.folder:
             self._files.makedirs(parent)
         return target
-
-
-class Kept(NamedTuple):
-    """Which generations stay. The newest complete one always does."""
-
-    steps: int | None
-    """The newest one of each of so many distinct steps; None: all."""
-    every: int | None = None
-    """The newest one of each step that this divides."""
-    within_s: float | None = None
-    """Those that were written less than so many seconds before ``now``."""
-    now: float = 0.0
-    """Seconds since 1970."""
-    held: frozenset[int] = frozenset()
-    """Numbers of those that are being read."""
-
-    def recent(self, stored: list[Stored]) -> set[int]:
-        """Return the numbers of those that stay as they are among the newest, of ``stored`` by rising number."""
-        if self.steps is None:
-            return {each.manifest.generation for each in stored}
-        newest = {each.manifest.step: each.manifest.generation for each in stored}
-        return set(sorted(newest.values())[-self.steps :]) | {each.manifest.generation for each in stored[-1:]}
-
-    def choose(self, stored: list[Stored]) -> set[int]:
-        """Return the numbers of those that stay, of ``stored`` by rising number."""
-        kept = self.recent(stored)
-        newest = {each.manifest.step: each.manifest.generation for each in stored}
-        if self.every is not None:
-            kept |= {number for step, number in newest.items() if step % self.every == 0}
-        if self.within_s is not None:
-            kept |= {each.manifest.generation for each in stored if self.now - _written(each) < self.within_s}
-        return kept | self.held
-
-
-def needs_of(stored: Iterable[Stored], reusable: Collection[int] | None) -> Needs:
-    """Return what generations need of the segments; those that are ``reusable`` (None: all), of what came after too."""
-    needs = Needs()
-    for each in stored:
-        needs.add(each.manifest, reusable=reusable is None or each.manifest.generation in reusable)
-    return needs
-
-
-def _written(stored: Stored) -> float:
-    """When a generation was written, in seconds since 1970; one that does not say is taken for an old one."""
-    try:
-        return datetime.fromisoformat(stored.manifest.written).timestamp()
-    except ValueError:
-        return -math.inf
-
-
-def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], kept: Kept) -> list[int]:
-    """Remove the generations that are not kept, and what crashes left over. Blocks.
-
-    Manifests go first, so that a half removed one does not exist.
-
-    Returns:
-        The numbers of the generations that were removed.
-    """
-    stored = sorted(found, key=lambda each: each.manifest.generation)
-    staying = kept.choose(stored)
-    gone = []
-    for each in stored:
-        if each.manifest.generation not in staying:
-            remove_tree(files, each.folder)
-            gone.append(each.manifest.generation)
-    newest = stored[-1].manifest.generation if stored else -1
-    for name in os.listdir(layout.generations):
-        number, dot, rest = name.partition(".")
-        folder = os.path.join(layout.generations, name)
-        unfinished = dot and rest == "part"
-        if not dot and _NAME.fullmatch(name):
-            unfinished = not os.path.exists(os.path.join(folder, MANIFEST_FILE))
-        if unfinished and _NAME.fullmatch(number) and int(number) <= newest:
-            remove_tree(files, folder)
-    return gone
 
 
 def remove_tree(files: FilesLike, path: str) -> None:

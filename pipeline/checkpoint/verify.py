@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import msgspec
 
 from pipeline.checkpoint.collect import Needs
-from pipeline.checkpoint.generations import Stored, check_listed, find_generations, needs_of
+from pipeline.checkpoint.generations import Stored, check_listed, find_generations
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
+from pipeline.checkpoint.retire import needs_of
 from pipeline.checkpoint.survey import without_manifest
 from pipeline.errors import ForebayError, NotARun
 from pipeline.records import Location

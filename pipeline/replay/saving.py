@@ -97,7 +97,7 @@ class Saver:
         except BaseException as error:
             if saving.claim():
                 job.close()
-                generation.abandon()
+                generation.writer.abandon()
                 self._saving = None
                 saving.end(error)
                 if isinstance(error, RuntimeError):
@@ -209,8 +209,7 @@ class Saver:
         store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=parts.ring.size)
         if not self._newest:
             # Otherwise a crash would bring back what came after it, and was let go.
-            generation = store.begin(manifest.step, (), list(self.attached))
-            generation.link(found.stored)
+            generation = store.begin(manifest.step, (), list(self.attached), like=found.stored)
             with self._gate.lock:
                 job = self._job(parts)
             store.commit(generation, job, self._unknown)

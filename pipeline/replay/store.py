@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stored, find_generations, of_kind
-from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, TRAINER_FOLDER, FileInfo, Manifest
+from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.clock import Clock
 from pipeline.config import ReplayOptions
@@ -144,8 +143,10 @@ class ReplayStore:
         layout = self.folder.layout
         return of_kind(find_generations(layout, self.folder.run_id), REPLAY, layout.directory)
 
-    def begin(self, step: int, states: Sequence[CapturedState], attached: Sequence[str]) -> Generation:
-        """Begin a generation: the trainer's tensors are read here.
+    def begin(
+        self, step: int, states: Sequence[CapturedState], attached: Sequence[str], *, like: Stored | None = None
+    ) -> Generation:
+        """Begin a generation: the trainer's tensors are read here, or its files taken over as they are in another.
 
         Raises:
             WriteFailed: they could not be written; nothing of it stays.
@@ -164,9 +165,8 @@ class ReplayStore:
             attached=sorted(attached),
             options=self.options.to_dict(),
         )
-        generation = Generation(writer, manifest, Saving(number, step))
-        generation.write_trainer(self.files, states)
-        return generation
+        writer.begin_with(states, () if like is None else like.trainer_files())
+        return Generation(writer, manifest, Saving(number, step))
 
     def adopt(self, stored: Stored, blocks: list[Block]) -> None:
         """Go on from a generation."""
@@ -184,7 +184,7 @@ class ReplayStore:
             stored, live, open_segment, blocks = self._commit(generation, job, unknown)
         except BaseException as error:
             job.close()
-            generation.abandon()
+            generation.writer.abandon()
             # Nothing may be believed that this writer wrote: the next one begins in files of its own.
             self._drop_writer(failed=True)
             self.log.error(
@@ -265,41 +265,3 @@ class Generation:
 
     def __init__(self, writer: GenerationWriter, manifest: Manifest, saving: Saving) -> None:
         self.writer, self.manifest, self.saving = writer, manifest, saving
-
-    def write_trainer(self, files: FilesLike, states: Sequence[CapturedState]) -> None:
-        """Write what reads the trainer's tensors."""
-        try:
-            self.writer.begin()
-            if states:
-                files.makedirs(os.path.join(self.writer.folder, TRAINER_FOLDER))
-            for state in states:
-                path = f"{TRAINER_FOLDER}/{state.name}.safetensors"
-                target = os.path.join(self.writer.folder, path)
-                size, checksum = state.write(files, target, to_sync=self.writer.sync_later)
-                self.writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
-        except BaseException as error:
-            self.abandon()
-            if isinstance(error, OSError) and not isinstance(error, ForebayError):
-                raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. {RETRY}") from error
-            raise
-
-    def link(self, stored: Stored) -> None:
-        """Take over the trainer's files of another generation by reference.
-
-        Raises:
-            WriteFailed: they could be neither linked nor copied; nothing of the generation stays.
-        """
-        try:
-            for info in stored.manifest.files:
-                if info.path.startswith(TRAINER_FOLDER + "/"):
-                    self.writer.link(info.path, os.path.join(stored.folder, info.path), info)
-        except OSError as error:
-            self.abandon()
-            raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. {RETRY}") from error
-
-    def abandon(self) -> None:
-        """Remove what was written, as far as the disk lets us; the next commit tries again."""
-        try:
-            self.writer.abandon()
-        except OSError:
-            return

@@ -1,7 +1,7 @@
 """The verbs that make generations, in pieces that both forms of the pipeline use.
 
-What touches the trainer's objects (``capture_states``, ``write_trainer``) is synchronous and belongs to the trainer's
-thread; the rest belongs to the event loop.
+What touches the trainer's objects (``capture_states``, ``Capture.write_trainer``) is synchronous and belongs to the
+trainer's thread; the rest belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pipeline.checkpoint.triggers import CheckpointRequest, exit_by_code
 from pipeline.errors import Stopped, StoreError, UsageError
 from pipeline.interfaces import Stateful
 from pipeline.observe import events
-from pipeline.store.files import FilesLike
 from pipeline.store.service import RunBlocking
 from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.saving import Capture, Saver, Saving
@@ -33,12 +32,11 @@ class Checkpointing:
         consumer: Consumer,
         saver: Saver | None,
         triggers: Triggers,
-        files: FilesLike,
         in_thread: RunBlocking[Any],
         stop_file: str | None,
     ) -> None:
         self._state, self._consumer, self._saver, self.triggers = state, consumer, saver, triggers
-        self._files, self._in_thread, self._stop_file = files, in_thread, stop_file
+        self._in_thread, self._stop_file = in_thread, stop_file
         self.attached: dict[str, Stateful] = {}
         self.own_files = False
         """Whether generations of this run hold files that only the trainer can write."""
@@ -49,10 +47,6 @@ class Checkpointing:
     def capture_states(self) -> list[CapturedState]:
         """Read what is attached; on the trainer's thread."""
         return [CapturedState(name, each.state_dict()) for name, each in self.attached.items()]
-
-    def write_trainer(self, capture: Capture) -> None:
-        """Write the trainer's tensors. Blocks."""
-        capture.write_trainer(self._files)
 
     async def acquire(self) -> bool:
         """Wait for the generation before. Returns whether there is a directory to save in."""

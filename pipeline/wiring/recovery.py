@@ -74,14 +74,14 @@ def read_generation(stored: Stored, attached: Sequence[str]) -> dict[str, Any]:
         Damaged: one is missing, or was changed.
         UsageError: what is attached is not what the generation holds.
     """
-    trainer = [info for info in stored.manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
-    check_generation(stored, later=[info.path for info in trainer])
+    trainer = stored.trainer_files()
+    check_generation(stored, later=[info.path for _, info in trainer])
     _check_attached(stored, attached)
     return {
         info.path.removeprefix(TRAINER_FOLDER + "/").removesuffix(".safetensors"): read_state(
-            os.path.join(stored.folder, info.path), size=info.bytes, checksum=info.crc32c
+            path, size=info.bytes, checksum=info.crc32c
         )
-        for info in trainer
+        for path, info in trainer
     }
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pipeline.checkpoint.collect import Needs, collect
-from pipeline.checkpoint.generations import Kept, Stored, find_generations, needs_of, retire
+from pipeline.checkpoint.generations import Stored, find_generations
 from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.retire import Kept, needs_of, retire
 from pipeline.clock import Clock
 from pipeline.observe import events
 from pipeline.store.files import FilesLike

@@ -96,9 +96,7 @@ class Run:
         stop_file = self._folder.layout.stop_file if self._folder else None
         self.triggers = Triggers(self.state, stop_file, inline=self.inline)
         self.triggers.on_stop = self.weights.hurry
-        self.saves = Checkpointing(
-            self.state, self.consumer, self._saver, self.triggers, self._files, self.in_thread, stop_file
-        )
+        self.saves = Checkpointing(self.state, self.consumer, self._saver, self.triggers, self.in_thread, stop_file)
         self.attached = self.saves.attached
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
@@ -312,7 +310,7 @@ class Run:
             external = found.stored.manifest.external
             capture.manifest = msgspec.structs.replace(capture.manifest, origin=found.opened.origin, external=external)
             link_trainer(capture, found.stored)
-            await self.in_thread(lambda: capture.write_trainer(self._files))
+            await self.in_thread(capture.write_trainer)
         except BaseException:
             saver.release()
             raise

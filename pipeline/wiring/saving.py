@@ -29,7 +29,7 @@ from pipeline.store.segments import SegmentInfo
 from pipeline.store.service import RunBlocking
 from pipeline.waiting import Signal
 from pipeline.wiring.collecting import DeadSegments, listed_segments, live_segments
-from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, TRAINER_FOLDER
+from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE
 from pipeline.wiring.retention import Retention
 from pipeline.wiring.state import RunState, window_marks
 
@@ -82,29 +82,13 @@ class Capture:
         self.request: CheckpointRequest | None = None
         """What triggers had asked for, and this generation answers."""
 
-    def write_trainer(self, files: FilesLike) -> None:
+    def write_trainer(self) -> None:
         """Write what reads the trainer's tensors. Blocks.
 
         Raises:
             WriteFailed: it could not be written; what was written of it is removed.
         """
-        try:
-            self.writer.begin()
-            for source, info in self.links:
-                self.writer.link(info.path, source, info)
-            if self.states:
-                files.makedirs(os.path.join(self.writer.folder, TRAINER_FOLDER))
-            for state in self.states:
-                path = f"{TRAINER_FOLDER}/{state.name}.safetensors"
-                target = os.path.join(self.writer.folder, path)
-                size, checksum = state.write(files, target, to_sync=self.writer.sync_later)
-                self.writer.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
-        except OSError as error:
-            self.abandon()
-            raise WriteFailed(f"{self.writer.folder}: could not be written: {error}. {RETRY}") from error
-        except BaseException:
-            self.abandon()
-            raise
+        self.writer.begin_with(self.states, self.links)
 
     def own_folder(self) -> str:
         """Make the folder for files that somebody else writes into the generation. Blocks."""
@@ -114,10 +98,7 @@ class Capture:
 
     def abandon(self) -> None:
         """Remove what was written aside, as far as the disk lets us; the next commit tries again."""
-        try:
-            self.writer.abandon()
-        except OSError:
-            return
+        self.writer.abandon()
 
 
 class Saver:
@@ -136,11 +117,11 @@ class Saver:
         self.retention = Retention(state, files, layout)
         self._dead = DeadSegments(layout)
         self.committed = False
+        """Whether this incarnation has committed a generation."""
         self.keep_lock: Callable[[], None] = lambda: None
         """Raises unless the folder is still this process's; called as a save begins and before its manifest. Blocks."""
         self.on_committed: Callable[[Stored], None] = lambda stored: None
         """Told of each generation once it is committed."""
-        """Whether this incarnation has committed a generation."""
         self.captured_step = -1
         """The step of the newest generation that is committed or being written."""
         self.parent = -1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TypeVar
 
 from pipeline.checkpoint.triggers import CheckpointRequest, Then
@@ -58,7 +57,7 @@ class SavingVerbs:
             try:
                 states = run.saves.capture_states()
                 capture = run.saves.begin(step, reason, states, replay_buffer=replay_buffer, external=external)
-                await run.in_thread(partial(run.saves.write_trainer, capture))
+                await run.in_thread(capture.write_trainer)
             except BaseException:
                 run.saves.fail(capture)
                 raise
@@ -95,7 +94,7 @@ class SavingVerbs:
             raise UsageError(f"{reason}() needs a directory")
         try:
             capture = run.saves.begin(step, reason, run.saves.capture_states())
-            await run.in_thread(partial(run.saves.write_trainer, capture))
+            await run.in_thread(capture.write_trainer)
             try:
                 yield capture
             except BaseException:

@@ -39,7 +39,7 @@ async def test_a_save_that_the_end_of_the_run_overtakes_is_told_so(run_directory
         run = pipe._run
         assert await run.saves.acquire()
         capture = run.saves.begin(batch.step, "save", run.saves.capture_states())
-        run.saves.write_trainer(capture)
+        capture.write_trainer()
         assert run._group is not None
         run._group.cancel_scope.cancel()
         while not run.consumer.closed:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.generations import GenerationWriter, Kept, Stored, find_generations, retire
+from pipeline.checkpoint.generations import GenerationWriter, Stored, find_generations
 from pipeline.checkpoint.manifest import FileInfo, Manifest
+from pipeline.checkpoint.retire import Kept, retire
 from pipeline.checkpoint.trainer_state import CapturedState, read_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile

@@ -13,15 +13,14 @@ import pytest
 from pipeline.checkpoint.generations import (
     Found,
     GenerationWriter,
-    Kept,
     Stored,
     check_generation,
     choose,
     find_generations,
     next_number,
-    retire,
 )
 from pipeline.checkpoint.manifest import MANIFEST_VERSION, FileInfo, Manifest, decode_manifest, encode_manifest
+from pipeline.checkpoint.retire import Kept, retire
 from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError
 from pipeline.store.frames import crc32c
 from pipeline.store.journal import JournalPosition

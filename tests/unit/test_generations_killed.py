@@ -185,7 +185,7 @@ def test_past_the_limit_on_file_size_the_old_generation_stands_and_nothing_is_le
         capture = Capture(GenerationWriter(layout, OsFiles(), 1), Saving(1, 20), Manifest(), 0)
         capture.states = [CapturedState("model", {"weight": torch.zeros(1 << 20)})]
         try:
-            capture.write_trainer(OsFiles())
+            capture.write_trainer()
         except WriteFailed as error:
             print("failed:", error.__cause__)
         print(sorted(os.listdir(layout.generations)))

@@ -16,17 +16,6 @@ from pipeline.errors import ConfigError
 Ints = np.ndarray
 
 
-class Fields(NamedTuple):
-    """Names of the columns that returns and frames are made of."""
-
-    obs: str = "obs"
-    reward: str = "reward"
-    next_obs: str = "next_obs"
-    terminated: str = "terminated"
-    truncated: str = "truncated"
-    done: str = "done"
-
-
 class Needs:
     """Which rows can be drawn, for slices and for stacked frames. A kind of
     :class:`~pipeline.buffer.transitions.drawing.Starts`."""
@@ -196,7 +185,6 @@ def stacked_next(ring: Ring, keys: Ints, nexts: Arrays, of: Mapping[str, str], c
 
 
 __all__ = [
-    "Fields",
     "Needs",
     "Returns",
     "check_reward",
