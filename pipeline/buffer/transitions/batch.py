@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -30,21 +29,6 @@ class TransitionBatch:
         relabelled: [n] bool array, with ``hindsight``: whether the row has another goal than it had; else None.
         burn_in, bootstrap: of slices: how many rows at the beginning and at the end are not to be learned from.
     """
-
-    __slots__ = (
-        "_arrays",
-        "_discount",
-        "_layout",
-        "_mask",
-        "_records",
-        "_weights",
-        "bootstrap",
-        "burn_in",
-        "keys",
-        "kind",
-        "relabelled",
-        "steps",
-    )
 
     def __init__(
         self,
@@ -148,7 +132,8 @@ class TransitionBatch:
         return self._as("numpy")
 
     def _as(self, kind: Kind) -> Self:
-        batch = copy.copy(self)
+        batch = object.__new__(type(self))
+        vars(batch).update(vars(self))  # what copy.copy does, in a tenth of its time
         batch.kind = kind
         return batch
 

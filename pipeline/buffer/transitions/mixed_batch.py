@@ -22,8 +22,6 @@ class MixedBatch(TransitionBatch):
         sources: [n] int64 array: the place of each row's source among ``names``.
     """
 
-    __slots__ = ("names", "sources")
-
     names: tuple[str, ...]
     sources: Any
 
