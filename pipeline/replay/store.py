@@ -200,7 +200,7 @@ class ReplayStore:
             seconds=time.monotonic() - begun,
             reason=manifest.reason,
         )
-        self._retention.committed(stored, live, open_segment)
+        self._retention.committed(stored, live, open_segment, self.folder.keep)
         return stored
 
     def _commit(

@@ -55,17 +55,22 @@ class Retention:
         recent = self._kept().recent([*self._complete, Stored("", manifest)])
         return sorted((before | {manifest.generation}) & recent)
 
-    def committed(self, stored: Stored, live: Mapping[SegmentKey, int], open_segment: int) -> None:
+    def committed(
+        self, stored: Stored, live: Mapping[SegmentKey, int], open_segment: int, keep: Callable[[], None]
+    ) -> None:
         """Remove what is not kept any more. What cannot be removed is tried again after the next commit.
 
         Args:
             stored: the generation that was committed.
             live: bytes that were live at its capture, by segment.
             open_segment: the segment that was being written then.
+            keep: raises unless the folder is still this process's: what another one has made is unknown here, and
+                would be taken for what nobody needs.
         """
         assert self._complete is not None
         self._complete.append(stored)
         try:
+            keep()
             self._retire(stored)
             if not self._unread:
                 self._collect(stored, live, open_segment)

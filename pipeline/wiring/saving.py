@@ -229,7 +229,9 @@ class Saver:
                 seconds=state.clock.now() - begun,
                 reason=stored.manifest.reason,
             )
-            await self._in_thread(lambda: self.retention.committed(stored, capture.live, capture.open_segment))
+            await self._in_thread(
+                lambda: self.retention.committed(stored, capture.live, capture.open_segment, self.keep_lock)
+            )
             self.on_committed(stored)
         finally:
             self.release()

@@ -139,3 +139,71 @@ def test_a_buffer_that_is_overtaken_while_it_saves_commits_nothing(run_directory
         again.attach(counter=Counter())
         assert (again.resume().step, len(again)) == (9, 12)
     assert verify(run_directory).whole
+
+
+def goes_on(pipe: Connection, directory: str) -> None:
+    """One more step; everything is kept."""
+    with pipeline(task(40), directory=directory, keep=None).sync() as run:
+        with run.weight_update(version=run.resume().version):
+            pass
+        run.start()
+        run.save(run.get_batch(2).step).committed()
+        pipe.send("saved")
+        pipe.recv()
+
+
+def test_a_pipeline_that_is_overtaken_as_it_commits_removes_nothing(run_directory: str) -> None:
+    """The last call of a commit: what it keeps no more would go next, and the other may have gone on from there."""
+    files, there = Pauses("sync_directory", "00000001"), set[str]()
+
+    def happens() -> None:
+        taken_over(run_directory, goes_on)
+        there.update(generations(run_directory))
+
+    with pipeline(task(40), directory=run_directory, keep=1, files=files).sync() as pipe:
+        pipe.start()
+        step = pipe.get_batch(2).step
+        files.happens = happens
+        pipe.save(step).committed()
+        step = pipe.get_batch(2).step
+        with pytest.raises(Locked, match="has written in this folder meanwhile"):
+            pipe.save(step).committed()
+    assert generations(run_directory) == there
+    assert len(there) == 4
+    with pipeline(task(40), directory=run_directory).sync() as again:
+        assert again.resume().step == 2
+    assert verify(run_directory).whole
+
+
+def fill_back(pipe: Connection, directory: str) -> None:
+    """Go on from the first step, and save; everything is kept."""
+    with ReplayBuffer(50, directory=directory, keep=None) as buffer:
+        buffer.attach(counter=Counter())
+        buffer.resume(1)
+        buffer.extend({"reward": np.arange(7.0)})
+        buffer.save(9, wait=True)
+        pipe.send("saved")
+        pipe.recv()
+
+
+def test_a_buffer_that_is_overtaken_as_it_commits_removes_nothing(run_directory: str) -> None:
+    files, there = Pauses("sync_directory", "00000001"), set[str]()
+
+    def happens() -> None:
+        taken_over(run_directory, fill_back)
+        there.update(generations(run_directory))
+
+    with ReplayBuffer(50, directory=run_directory, keep=1, files=files) as buffer:
+        buffer.attach(counter=Counter())
+        buffer.extend({"reward": np.arange(5.0)})
+        buffer.save(1, wait=True)
+        files.happens = happens
+        buffer.save(2, wait=True)
+        with pytest.raises(Locked, match="has written in this folder meanwhile"):
+            buffer.save(3, wait=True)
+    assert generations(run_directory) == there
+    assert {"00000000", "00000001"} < there
+    with ReplayBuffer(50, directory=run_directory) as again:
+        again.attach(counter=Counter())
+        assert (again.resume().step, len(again)) == (9, 12)
+    assert verify(run_directory).whole
