@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def reader(buffer: ReplayBuffer, count: int = BATCH, **options: Any) -> Sides:
             assert len(batch.weights) == count
             buffer.update_priorities(batch.keys, new)
 
-    return {kind: lambda kind=kind: read(kind) for kind in ("torch", "numpy")}  # type: ignore[misc]
+    return {kind: partial(read, kind) for kind in ("torch", "numpy")}
 
 
 class Peers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from pipeline.buffer.partials import Partials
@@ -34,7 +35,7 @@ async def copy_payloads(
     """
     copied: dict[int, dict[int, Location]] = {}
     for chunk in _chunks(places):
-        blobs = await in_thread(lambda chunk=chunk: reader.read_many(chunk))  # type: ignore[misc]
+        blobs = await in_thread(partial(reader.read_many, chunk))
         for (uid, member), blob in blobs.items():
             copied.setdefault(uid, {})[member] = writer.writer.place(blob, uid, member, lives[uid])
         await writer.flush()
