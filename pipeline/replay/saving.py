@@ -47,7 +47,6 @@ class Saver:
         self._unknown: dict[str, Any] = {}
         self._newest = True  # whether what is resumed is the newest generation
         self._saving: Saving | None = None
-        self.saved_step = 0
 
     def attach(self, objects: Mapping[str, Any]) -> None:
         """Add what is saved and restored with the buffer.
@@ -84,7 +83,6 @@ class Saver:
                 job.close()
                 raise
             self._start(store, generation, job)
-            self.saved_step = step
             return generation.saving
 
     def _start(self, store: ReplayStore, generation: Generation, job: Job | PoolJob) -> None:
@@ -205,7 +203,6 @@ class Saver:
         if found is None:
             return ReplayResumed(0, None, 0)
         manifest = found.stored.manifest
-        self.saved_step = manifest.step
         store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=parts.ring.size)
         if not self._newest:
             # Otherwise a crash would bring back what came after it, and was let go.

@@ -25,11 +25,6 @@ class Needs:
         self._all: Ints | None = None
         self._as_of = (-1, -1)
 
-    @property
-    def anything(self) -> bool:
-        """Whether not every row can be drawn."""
-        return self._stack > 1 or self._slices is not None
-
     def mask(self, keys: Ints) -> Ints:
         ring, slices = self._ring, self._slices
         valid = np.ones(len(keys), bool)
@@ -182,17 +177,3 @@ def stacked_next(ring: Ring, keys: Ints, nexts: Arrays, of: Mapping[str, str], c
     chain, _ = ring.chain_back(keys, count - 1)
     rows = ring.storage.gather(ring.slots(chain[:, ::-1]), set(of.values())).columns()
     return {name: np.concatenate([rows[of[name]], array[:, None]], axis=1) for name, array in nexts.items()}
-
-
-__all__ = [
-    "Needs",
-    "Returns",
-    "check_reward",
-    "earlier_or_later_rows",
-    "last_rows",
-    "later_rows",
-    "n_step_returns",
-    "slice_keys",
-    "stacked",
-    "stacked_next",
-]

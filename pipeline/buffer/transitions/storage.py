@@ -13,7 +13,6 @@ from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, SERIAL, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
 from pipeline.buffer.transitions.recycling import Recycler
-from pipeline.errors import ConfigError
 
 Slots = slice | np.ndarray
 _PACKED = struct.Struct("<qiiiiIB")  # MARKS
@@ -162,17 +161,6 @@ class Gathered:
 
 def to_torch(layout: RowLayout, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Return columns as tensors that share their memory."""
-    special = {column.name: kind for column in layout.schema.columns if (kind := column.torch_only) is not None}
+    special = layout.torch_only
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return {name: tensor.view(special[name]) if name in special else tensor for name, tensor in tensors.items()}
-
-
-def need_schema(storage: TransitionStorage) -> RowLayout:
-    """Return the layout.
-
-    Raises:
-        ConfigError: there is none yet.
-    """
-    if storage.layout is None:
-        raise ConfigError("the buffer has no columns yet: add rows first, or name them with schema=", option="schema")
-    return storage.layout
