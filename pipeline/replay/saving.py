@@ -124,12 +124,18 @@ class Saver:
         self.raise_failed()
 
     def raise_failed(self) -> None:
-        """Raise the error of a save that failed after it had returned; once."""
-        saving = self._saving
-        if saving is not None and saving.done:
-            self._saving = None
-            if saving.error is not None and not saving.told:
-                raise saving.error
+        """Raise the error of a save that failed after it had returned; once. A thread that is saving or closing raises
+        it itself."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            saving = self._saving
+            if saving is not None and saving.done:
+                self._saving = None
+                if saving.error is not None and not saving.told:
+                    raise saving.error
+        finally:
+            self.lock.release()
 
     def _job(self, parts: Parts) -> Job | PoolJob:
         """Capture everything as of now; the caller has the buffer's lock."""

@@ -61,14 +61,15 @@ class SavingVerbs:
             wait: return when it is on the disk.
 
         Raises:
-            UsageError: there is no directory, or it is in use and was not resumed.
+            UsageError: there is no directory, or it is in use and was not resumed; or the options name signals, and
+                this is not the main thread. Nothing was saved.
             WriteFailed: it cannot be written. The generation before it stands, and nothing of the buffer has changed.
             StoppedExit: the run was asked to stop, and this save is committed.
         """
         self._usable()
+        self.listen()
         saving = self._saver.save(step, self._own)
         assert self._due is not None
-        self.listen()
         self._due.saved(step)
         if self._due.stopping:
             self._due.leave(saving)
@@ -104,7 +105,8 @@ class SavingVerbs:
                 where they were, as environments begin anew in a new process.
 
         Raises:
-            UsageError: there is no directory, or rows were added before, or other things are attached.
+            UsageError: there is no directory, or rows were added before, or other things are attached; or the options
+                name signals, and this is not the main thread.
             Damaged: the generation cannot be read. The message says which one can.
             Locked: another process writes there.
         """
@@ -112,6 +114,7 @@ class SavingVerbs:
         with self._saver.lock:
             with self.gate.lock:
                 found = self._saver.find(step, self.ring)
+                self.listen()
                 parts = self._own
                 if found is not None:
                     parts = self._parts(found.ring)
@@ -120,7 +123,6 @@ class SavingVerbs:
                     self._use(parts)
                     if not continue_episodes:
                         self.ring.cut()
-                self.listen()
                 if self._due is not None:
                     self._due.saved(0 if found is None else found.stored.manifest.step)
             resumed = self._saver.ready(found, self._own)

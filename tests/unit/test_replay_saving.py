@@ -6,7 +6,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -501,6 +502,38 @@ def test_a_failed_save_is_told_once_by_the_verbs_of_the_folder(tmp_path: Path, m
         buffer.save(3, wait=True)
     with make(tmp_path) as again:
         assert again.resume()[::2] == (3, 15)
+
+
+def test_signals_that_cannot_be_had_are_refused_before_anything_is_saved_or_resumed(tmp_path: Path) -> None:
+    def refused(verb: Callable[[], Any]) -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="in the main thread"):
+            pool.submit(verb).result()
+
+    with make(tmp_path, signals=["SIGUSR1"]) as buffer:
+        fill(buffer, 0, 5)
+        refused(lambda: buffer.save(1))
+        assert not any((tmp_path / "generations").glob("*"))
+        buffer.save(1, wait=True)
+    with make(tmp_path, signals=["SIGUSR1"]) as again:
+        refused(again.resume)
+        assert len(again) == 0
+        assert again.resume()[::2] == (1, 5)
+
+
+def test_save_due_leaves_the_error_to_a_thread_that_saves_at_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(ReplayStore, "commit", lambda *given: (_ for _ in ()).throw(WriteFailed("no space")))
+            saving = buffer.save(1)
+            while not saving.done:
+                time.sleep(0.001)
+        with buffer._saver.lock, ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(buffer.save_due, 1).result()
+        with pytest.raises(WriteFailed, match="no space"):
+            buffer.save_due(1)
 
 
 def test_steps_are_needed_where_they_are_counted(tmp_path: Path) -> None:
