@@ -170,6 +170,20 @@ def test_priorities_and_weights_come_back(tmp_path: Path) -> None:
         assert np.allclose(batch.weights, 1 / (1 + batch.keys), atol=1e-6)
 
 
+@pytest.mark.parametrize("new", ["all_time_max", "current_max"])
+def test_priorities_are_to_the_power_of_todays_alpha(tmp_path: Path, new: Any) -> None:
+    with make(tmp_path, 8, select=Prioritized(alpha=0.5, new=new)) as buffer:
+        buffer.extend({"x": np.arange(4)})
+        buffer.update_priorities(range(4), [0, 1, 4, 9])
+        buffer.save(1, wait=True)
+    with make(tmp_path, 8, select=Prioritized(alpha=2.0, new=new)) as again:
+        again.resume()
+        again.extend({"x": np.arange(2)})
+        again.update_priorities([5], [2])
+        again.sample(1)
+        assert again.drawer.mass(np.arange(6)).tolist() == pytest.approx([0, 1, 16, 81, 81, 4])
+
+
 def test_what_came_after_the_save_is_not_there(tmp_path: Path) -> None:
     with make(tmp_path, 20) as buffer:
         buffer.extend({"x": np.arange(10)})

@@ -97,7 +97,7 @@ class PriorityDrawer(Drawer):
         with np.errstate(over="ignore", under="ignore"):
             # What is more than 0 stays so, whatever is lost to rounding; and 0 to the power of 0 is not 1 here.
             values = np.where(given > 0, np.maximum(given**self.options.alpha, _LEAST), 0.0)
-        most = np.finfo(np.float64).max / (2 * self.ring.capacity)
+        most = self._most
         wrong = np.flatnonzero(~(values <= most))
         if len(wrong):
             raise ConfigError.of(
@@ -106,6 +106,20 @@ class PriorityDrawer(Drawer):
                 f"to the power of alpha={self.options.alpha:g}, at most {most:g} is needed; scale priorities down",
             )
         return values
+
+    @property
+    def _most(self) -> float:
+        """The largest value: sums of so many are finite."""
+        return float(np.finfo(np.float64).max) / (2 * self.ring.capacity)
+
+    def _of_alpha(self, was: float, values: Floats) -> Floats:
+        """Return priorities to the power of alpha, of those to the power of another one; where that was 0 they are not
+        known any more, and stay alike."""
+        if was in (0.0, self.options.alpha):
+            return values
+        with np.errstate(over="ignore", under="ignore"):
+            powers = np.clip(values ** (self.options.alpha / was), _LEAST, self._most)
+        return np.where(values > 0, powers, 0.0)
 
     def draw(self, rng: np.random.Generator, count: int, starts: Any = None) -> Ints:
         self._settle()
@@ -146,7 +160,7 @@ class PriorityDrawer(Drawer):
 
     def state(self) -> dict[str, Any]:
         self._settle()
-        return {"batches": self.batches, "ever": self._ever}
+        return {"batches": self.batches, "ever": self._ever, "alpha": self.options.alpha}
 
     def arrays(self) -> dict[str, np.ndarray]:
         self._settle()
@@ -161,13 +175,15 @@ class PriorityDrawer(Drawer):
         if not state:  # rows that were drawn in another way before: all of them are new here
             self._pending = self.ring.oldest
             return
-        self.batches, self._ever = int(state["batches"]), float(state["ever"])
+        was = float(state.get("alpha", self.options.alpha))
+        self.batches, self._ever = int(state["batches"]), float(self._of_alpha(was, np.array([state["ever"]]))[0])
         self._pending = self.ring.added
+        priorities = self._of_alpha(was, arrays["priorities"]) if self.ring.size else np.empty(0)
         if self.ring.scattered:
             if self.ring.size:
-                self._set(self.ring.slots(self.ring.keys()), arrays["priorities"])
+                self._set(self.ring.slots(self.ring.keys()), priorities)
             return
-        values = arrays["priorities"][-self.ring.size :] if self.ring.size else np.empty(0)
+        values = priorities[-self.ring.size :]
         begin = self.ring.oldest % self.ring.capacity
         room = min(self.ring.capacity - begin, len(values))
         self.tree.fill(begin, begin + room, values[:room])
