@@ -50,9 +50,10 @@ class Written:
                 self._changed[name][self._ring.slots(keys)] = keys + 1
 
     def _keys(self, name: str) -> Ints:
-        keys = self._ring.keys()
-        changed: Ints = keys[self._changed[name][self._ring.slots(keys)] == keys + 1]
-        return changed
+        marks = self._changed[name]
+        keys = marks[np.flatnonzero(marks)] - 1
+        there: Ints = keys[self._ring.alive(keys)]
+        return there[np.argsort(self._ring.serials(there))]
 
     def state(self) -> list[tuple[str, Ints, np.ndarray]]:
         """Return (column, keys [m], values [m, ...]) of every column that was changed, oldest row first; copies."""
