@@ -204,7 +204,7 @@ class OrderedDrawer(Drawer):
 
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
         if self._uses is None:
-            return self._first(self.ring.keys() if starts is None else starts.all(), count)
+            return self._first(self._listed(count) if starts is None else starts.all(), count)
         if self._options.by == "fifo" and starts is None and not self.ring.scattered:
             keys = self._oldest(self._uses, count)
         else:
@@ -225,6 +225,13 @@ class OrderedDrawer(Drawer):
     def clear(self) -> None:
         if self._uses is not None:
             self._uses.clear()
+
+    def _listed(self, count: int) -> Ints:
+        """Return the keys of all rows, oldest first; where that is the order of the draws, no more than are drawn."""
+        ring, by = self.ring, self._options.by
+        if ring.scattered or by not in ("fifo", "lifo") or count > ring.size:
+            return ring.keys()
+        return np.arange(count) + (ring.oldest if by == "fifo" else ring.added - count)
 
     def _oldest(self, uses: Uses, count: int) -> Ints:
         """Return the oldest rows with uses left, ``count`` or more if there are so many."""
@@ -251,6 +258,10 @@ class OrderedDrawer(Drawer):
         values = self._values(keys)
         if by in ("freshest", "max"):
             values = -values if values.dtype.kind == "f" else ~values  # exact, where -values of whole numbers is not
+        border = np.partition(values, count - 1)[count - 1]
+        if border == border:  # else fewer than that are numbers
+            within = np.flatnonzero(values <= border)
+            keys, values = keys[within], values[within]
         # Of equals the oldest is first, as a stable order has it; what is no number comes last.
         first: Ints = keys[np.argsort(values, kind="stable")[:count]]
         return first
