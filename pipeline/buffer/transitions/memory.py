@@ -33,8 +33,8 @@ class ProcessMemory:
         free = available_memory()
         if nbytes > free:
             raise ConfigError(
-                f"{what}: {nbytes:,} bytes of memory are needed and {free:,} can be had; choose a smaller capacity, "
-                "smaller dtypes, or storage='mapped'",
+                f"{what}: {nbytes:,} bytes of memory are needed and {free:,} can be had; choose a smaller capacity, or "
+                "smaller dtypes",
                 option="capacity",
             )
 
