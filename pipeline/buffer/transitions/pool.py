@@ -241,7 +241,7 @@ class Pool(Ring):
         if len(slots):
             self.about_to_change(self._keys[slots])
             self.storage.view(END)[slots] = CUT
-        self.cut_keys = self.cut_keys_there() + keys
+        self._note_cut(keys)
         return keys
 
     def clear(self) -> None:

@@ -40,6 +40,7 @@ class Ring:
         """How many episodes were cut: with :attr:`added`, this tells whether anything has changed."""
         self.cut_keys: list[int] = []
         """Keys of rows with which an episode was cut; some may be gone."""
+        self._most_cut = 64
         self.not_kept = 0
         """How many rows were added and not kept."""
         self.before_overwriting: Callable[[int], None] | None = None
@@ -263,10 +264,17 @@ class Ring:
         cut = self.episodes.cut(env)
         self.cuts += len(cut)
         keys = [key for key in cut if key >= self.oldest]
-        self.cut_keys = [key for key in self.cut_keys if key >= self.oldest] + keys
+        self._note_cut(keys)
         for key in keys:
             self.storage.view(END)[key % self.capacity] = CUT
         return keys
+
+    def _note_cut(self, keys: list[int]) -> None:
+        """Remember rows with which an episode was cut; those that are gone are forgotten once they may be half."""
+        self.cut_keys += keys
+        if len(self.cut_keys) > self._most_cut:
+            self.cut_keys = self.cut_keys_there()
+            self._most_cut = 2 * len(self.cut_keys) + 64
 
     def cut_keys_there(self) -> list[int]:
         """Return the keys of rows that are there with which an episode was cut."""
