@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -45,7 +45,7 @@ class AsyncReplayBuffer:
 
     async def extend(self, rows: Rows, **more: Any) -> Sequence[int]:
         """Add rows; see :meth:`~pipeline.ReplayBuffer.extend`."""
-        return await self._let_in(partial(self.buffer.extend, rows, **_at_once(more)))
+        return await self._let_in(partial(self.buffer.extend, rows, **_at_once(more)), in_thread=_large(rows))
 
     async def append(self, row: Rows, **more: Any) -> int:
         """Add one row; see :meth:`~pipeline.ReplayBuffer.append`."""
@@ -64,7 +64,8 @@ class AsyncReplayBuffer:
     ) -> Sequence[int]:
         """Add the rows of a step; see :meth:`~pipeline.ReplayBuffer.add`."""
         step = (obs, action, reward, next_obs, terminated, truncated, info)
-        return await self._let_in(partial(self.buffer.add, *step, **_at_once(more)))
+        large = _large((obs, next_obs))
+        return await self._let_in(partial(self.buffer.add, *step, **_at_once(more)), in_thread=large)
 
     async def sample(self, count: int, **more: Any) -> TransitionBatch:
         """Return a batch; see :meth:`~pipeline.ReplayBuffer.sample`."""
@@ -79,7 +80,8 @@ class AsyncReplayBuffer:
 
     async def write_back(self, keys: ArrayLike, columns: Rows, **more: Any) -> WrittenBack:
         """Set columns; see :meth:`~pipeline.ReplayBuffer.write_back`."""
-        return self.buffer.write_back(keys, columns, **more)
+        write = partial(self.buffer.write_back, keys, columns, **more)
+        return await anyio.to_thread.run_sync(write) if _large(columns) else write()
 
     async def save(self, step: int, *, wait: bool = False) -> Saving:
         """Commit; see :meth:`~pipeline.ReplayBuffer.save`. What is attached is read while this is awaited."""
@@ -116,6 +118,18 @@ class AsyncReplayBuffer:
             except TimedOut as error:
                 may = error.may
             await self.buffer.gate.wait_for(may)
+
+
+def _large(rows: Any) -> bool:
+    """Whether rows, nested as they may be, have so many bytes in arrays and tensors that a thread had better copy
+    them."""
+    return _nbytes(rows) > _MOST_INLINE
+
+
+def _nbytes(rows: Any) -> int:
+    if isinstance(rows, (Mapping, tuple)):
+        return sum(map(_nbytes, rows.values() if isinstance(rows, Mapping) else rows))
+    return getattr(rows, "nbytes", 0)
 
 
 def _at_once(more: dict[str, Any]) -> dict[str, Any]:

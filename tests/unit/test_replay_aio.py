@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,29 @@ async def test_steps_are_added_and_wait_too() -> None:
         assert len(buffer) == 4
         await buffer.aio.sample(2)
     assert len(buffer) == 6
+
+
+@pytest.mark.parametrize(("size", "inline"), [(8, True), (1 << 20, False)])
+async def test_what_takes_long_to_copy_is_left_to_a_thread(
+    size: int, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = ReplayBuffer(8)
+    threads: list[int] = []
+    for verb in ("extend", "add", "write_back"):
+        own = getattr(buffer, verb)
+
+        def told(*given: Any, own: Any = own, **more: Any) -> Any:
+            threads.append(threading.get_ident())
+            return own(*given, **more)
+
+        monkeypatch.setattr(buffer, verb, told)
+    obs = np.zeros((2, size), np.uint8)
+    action, reward, flags = np.zeros(2), np.zeros(2, np.float32), np.zeros(2, bool)
+    await buffer.aio.add(obs, action, reward, obs, flags, flags, autoreset="disabled")
+    given = {"action": action, "reward": reward, "terminated": flags, "truncated": flags}
+    await buffer.aio.extend(given | {"obs": obs, "next_obs": obs})
+    await buffer.aio.write_back([0, 1], {"obs": obs})
+    assert [thread == threading.get_ident() for thread in threads] == [inline] * 3
 
 
 async def test_how_long_to_wait_is_not_said_with_timeout() -> None:
