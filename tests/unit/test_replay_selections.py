@@ -267,3 +267,14 @@ def test_a_half_life_is_a_number_above_0(half_life: Any) -> None:
 def test_selections_come_back_from_plain_values() -> None:
     for select in (StalenessWeighted(half_life=3.0), Uniform(window_trajectories=2, uses=4), Ordered(uses=1)):
         assert ReplayBuffer(4, select=select.to_dict()).options.select == select
+
+
+def test_staleness_counts_anew_after_a_clear() -> None:
+    buffer = ReplayBuffer(8, select=StalenessWeighted(half_life=1.0))
+    buffer.extend({"x": np.zeros(2)}, version=10_000)
+    buffer.sample(1)
+    buffer.clear()
+    for version in (0, 3):
+        buffer.append({"x": 0.0}, version=version)
+    older, newer = buffer.drawer.mass(buffer.ring.keys())
+    assert newer == 8 * older

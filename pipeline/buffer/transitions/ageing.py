@@ -76,4 +76,4 @@ class AgeingDrawer(Drawer):
         self._place(self.ring.keys())
 
     def clear(self) -> None:
-        self._tree, self._pending = SumTree(self.ring.capacity), self.ring.added
+        self._tree, self._pending, self._reference = SumTree(self.ring.capacity), self.ring.added, 0
