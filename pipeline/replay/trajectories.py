@@ -194,7 +194,8 @@ class TrajectoryBuffer:
     @property
     def total_samples(self) -> int:
         """How many transitions there are."""
-        return self._end - self._begin
+        with self._lock:
+            return self._end - self._begin
 
     @property
     def trajectory_counter(self) -> int:
