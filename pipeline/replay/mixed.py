@@ -138,11 +138,11 @@ class MixedReplay:
         Raises:
             ConfigError: a source has none yet, or they differ.
         """
-        known = {name: buffer.schema for name, buffer in self._buffers.items() if buffer.schema is not None}
+        known = {name: schema for name, buffer in self._buffers.items() if (schema := buffer.schema) is not None}
         for name in asked:
             if name not in known:
                 raise ConfigError(f"source {name} has no columns yet: add rows, or name them with schema=", option=name)
-        (first, columns), *others = ((name, schema.columns) for name, schema in known.items() if schema is not None)
+        (first, columns), *others = ((name, schema.columns) for name, schema in known.items())
         for name, own in others:
             by_name = {column.name: column for column in own}
             for column in columns:
