@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import decode_block, encode_rows, rows_of_block
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.pool import Pool
+from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import Damaged
 from pipeline.replay.gate import Gate
 from pipeline.replay.job import Piece
@@ -81,6 +82,7 @@ class PoolJob:
         self._of = np.full(pool.capacity if len(slots) else 0, -1, np.int64)  # by slot: the chunk
         for number, chunk in enumerate(self._chunks):
             self._of[chunk] = number
+        self._memory = Recycler()
         self._ready: deque[Piece] = deque()
         if self._chunks:
             pool.before_changing = self._hand_over
@@ -118,7 +120,8 @@ class PoolJob:
     def _copy(self, number: int) -> None:
         chunk = self._chunks[number]
         self._waiting[number] = False
-        self._ready.append(Piece(self._begins[number], len(chunk), encode_rows(self._pool, chunk, len(chunk))))
+        blob = encode_rows(self._pool, chunk, len(chunk), self._memory)
+        self._ready.append(Piece(self._begins[number], len(chunk), blob))
 
 
 def read_rows(reader: PayloadReader, pool: Pool, schema: Schema, blocks: Sequence[Block], layout: Layout) -> None:
