@@ -159,14 +159,14 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
     def _parts(self, ring: Ring) -> Parts:
         """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
         drawer = make_drawer(ring, self.options.select, self.options.seed, self._room.tree)
-        if isinstance(ring, Pool) and isinstance(drawer, PriorityDrawer):
-            ring.new_value = drawer.new_value
         next_obs = SharedNextObs(ring, self.options.fields) if self.options.share_next_obs else None
         counts = Counts(self.options.limiter)
         return Parts(ring, drawer, counts, self._room.rng(), next_obs, Stepping(), Written(ring))
 
     def _use(self, parts: Parts) -> None:
         self._own = parts
+        if isinstance(parts.ring, Pool) and isinstance(parts.drawer, PriorityDrawer):
+            parts.ring.new_value = parts.drawer.new_value
         self.ring, self._drawer, self._counts, self._rng = parts.ring, parts.drawer, parts.counts, parts.rng
         self.next_obs, self.stepping, self._written = parts.next_obs, parts.stepping, parts.written
         self._sampler = Sampler(parts.ring, parts.drawer, parts.rng, self.options, parts.next_obs)
