@@ -64,7 +64,7 @@ def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> Buffer
 
 def values_of(parts: Parts) -> dict[str, np.ndarray]:
     """Return what grows with the rows beside them, by names that end with a dtype; copies."""
-    values = {f"selector.{name}": each for name, each in parts.drawer.arrays().items()}
+    values: dict[str, np.ndarray] = {}
     if parts.next_obs is not None:
         keys, arrays = parts.next_obs.state()
         values["next_obs.keys"] = keys
@@ -73,6 +73,15 @@ def values_of(parts: Parts) -> dict[str, np.ndarray]:
     for number, (_, keys, written) in enumerate(parts.written.state()):
         values |= {f"written.{number}.keys": keys, f"written.{number}.values": written}
     values |= {f"pool.{name}": each for name, each in parts.ring.places().items()}
+    return selector_values(parts) | _with_dtypes(values)
+
+
+def selector_values(parts: Parts) -> dict[str, np.ndarray]:
+    """Return that part of :func:`values_of` which is the selection's."""
+    return _with_dtypes({f"selector.{name}": each for name, each in parts.drawer.arrays().items()})
+
+
+def _with_dtypes(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{name}.{each.dtype.name}": each for name, each in values.items()}
 
 

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, take_back
 from pipeline.buffer.transitions.pool import Pool
@@ -18,7 +17,7 @@ from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.arguments import not_shared
 from pipeline.replay.due import Due
 from pipeline.replay.gate import Gate
-from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, state_of, values_of
+from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, selector_values, state_of, values_of
 from pipeline.replay.pooling import take_places
 from pipeline.replay.saving import ReplayResumed, Saver
 from pipeline.replay.state import BufferState
@@ -142,7 +141,7 @@ class SavingVerbs:
             names = [] if layout is None else [*layout.schema.names, *KEPT_MARKS]
             return {
                 "state": msgspec.to_builtins(state),
-                "values": {name: np.array(each) for name, each in values_of(self._own).items()},
+                "values": values_of(self._own),
                 "rows": {name: self.ring.storage.view(name)[slots] for name in sorted(names)},
             }
 
@@ -201,10 +200,7 @@ class SavingVerbs:
         with self.gate.lock:
             self._usable()
             state = state_of(self._own, self.options, self._saver.stale_updates)
-            values = {
-                name: np.array(each) for name, each in values_of(self._own).items() if name.startswith("selector.")
-            }
-            return {"state": msgspec.to_builtins(state), "values": values}
+            return {"state": msgspec.to_builtins(state), "values": selector_values(self._own)}
 
     def sampling_parts(self, given: Mapping[str, Any]) -> Parts:
         """Return parts of this buffer's rows that go on as :meth:`sampling_state` says, for :meth:`use_parts`.
