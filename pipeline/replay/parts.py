@@ -100,7 +100,8 @@ def check_kind(state: BufferState, ring: Ring, where: str) -> None:
 
 
 def check_sharing(state: BufferState, options: ReplayOptions, where: str) -> None:
-    """Compare how next observations were stored with how they are to be.
+    """Compare how next observations were stored with how they are to be; and, where processes have the buffer in
+    common, what each of them makes the order of an epoch of.
 
     Raises:
         UsageError: they differ.
@@ -109,6 +110,9 @@ def check_sharing(state: BufferState, options: ReplayOptions, where: str) -> Non
         raise UsageError(
             f"{where}: was saved with share_next_obs={not options.share_next_obs}; build the buffer with that"
         )
+    seed = state.selector.get("seed", options.seed)
+    if options.storage == "shared" and state.selection == tag_of(options) and seed != options.seed:
+        raise UsageError(f"{where}: was saved with seed={seed}, of which the epoch's order follows; build with that")
 
 
 def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Mapping[str, np.ndarray]) -> None:

@@ -381,6 +381,32 @@ def test_an_empty_directory_begins_at_step_0(tmp_path: Path) -> None:
         assert tuple(buffer.resume()) == (0, None, 0)
 
 
+def test_an_epoch_goes_on_though_the_seed_is_another_one(tmp_path: Path) -> None:
+    def drawn(buffer: ReplayBuffer) -> list[int]:
+        return [int(key) for _ in range(2) for key in buffer.sample(5).keys]
+
+    for life, seed in enumerate((2**62, 5, 6)):
+        with make(tmp_path, 20, select="without_replacement", seed=seed) as buffer:
+            if life:
+                buffer.resume()
+            else:
+                buffer.extend({"x": np.arange(20)})
+                first = drawn(buffer)
+            buffer.save(life, wait=True)
+            rest = drawn(buffer)
+            assert sorted(first + rest) == list(range(20))
+    with make(tmp_path / "shared", 20, select="without_replacement", seed=3, storage="shared") as buffer:
+        buffer.extend({"x": np.arange(20)})
+        first = drawn(buffer)
+        buffer.save(0, wait=True)
+    other = make(tmp_path / "shared", 20, select="without_replacement", seed=4, storage="shared")
+    with other, pytest.raises(UsageError, match="saved with seed=3"):
+        other.resume()
+    with make(tmp_path / "shared", 20, select="without_replacement", seed=3, storage="shared") as buffer:
+        buffer.resume()
+        assert sorted(first + drawn(buffer)) == list(range(20))
+
+
 @pytest.mark.parametrize("select", ["uniform", "prioritized", "without_replacement"])
 def test_another_selection_begins_anew_with_the_same_rows(tmp_path: Path, select: str) -> None:
     for saved in ("uniform", "prioritized", "without_replacement"):

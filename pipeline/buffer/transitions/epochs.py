@@ -109,7 +109,8 @@ class EpochDrawer(Drawer):
 
     def state(self) -> dict[str, Any]:
         names = ("epoch", "cursor", "skipped")
-        return {name: getattr(self, name) for name in names} | {"base": self._base, "rows": len(self._order)}
+        counts = {name: getattr(self, name) for name in names}
+        return counts | {"base": self._base, "rows": len(self._order), "seed": self._seed}
 
     def arrays(self) -> dict[str, np.ndarray]:
         arrays = {} if self._uses is None else {"used": self._uses.values()}
@@ -122,6 +123,7 @@ class EpochDrawer(Drawer):
             return
         self.epoch, self.cursor, self.skipped = state["epoch"], state["cursor"], state["skipped"]
         self._base = state["base"]
+        self._seed = state.get("seed", self._seed)  # the order follows from it, as all that is drawn after a resume
         if "order" in arrays:
             self._order = arrays["order"]
         else:
