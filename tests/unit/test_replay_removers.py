@@ -416,3 +416,21 @@ async def test_tasks_add_rows(tmp_path: Path) -> None:
     buffer = make(capacity=2, remove={"by": "min", "field": "x"})
     assert list(await buffer.aio.extend({"x": np.array([5, 9, 1])})) == [0, 1, -1]
     assert await buffer.aio.append({"x": np.int64(0)}) == -1
+
+
+def test_blocks_are_listed_in_their_order_whoever_copied_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.buffer.transitions.blocks.BLOCK_BYTES", 4096 * 5)
+    with ReplayBuffer(CAPACITY, remove="lifo", directory=tmp_path, files=ScriptedFiles()) as buffer:
+        keys = np.array(buffer.extend(rows(0, 50)))
+        with buffer.gate.lock:  # nobody copies but who changes a row
+            saving = buffer.save(1)
+            buffer.write_back(keys[-1:], {"score": np.zeros(1, np.float32)})
+        saving.wait()
+        store = buffer._saver.store
+        assert store is not None
+        firsts = [block.first for block in store.blocks]
+        assert len(firsts) > 3
+        assert firsts == sorted(firsts)
+        before = store.blocks
+        buffer.save(2, wait=True)
+        assert store.blocks == before  # and nothing is written again

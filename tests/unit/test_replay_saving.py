@@ -34,6 +34,7 @@ from pipeline import (
 )
 from pipeline.buffer.transitions.columns import flat
 from pipeline.checkpoint import salvage, verify
+from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.config import Ordered
 from pipeline.replay.job import merged_from
 from pipeline.replay.store import ReplayStore
@@ -647,3 +648,43 @@ def test_rows_are_written_again_once_for_each_size_of_block(rows_of_a_save: int)
     sizes = np.log(whole / rows_of_a_save) / np.log(16)
     assert written <= (2 + sizes) * added
     assert most <= 17 * (1 + sizes)
+
+
+def test_what_sixteen_blocks_became_counts_as_one_of_the_next_sixteen() -> None:
+    counts = [16] * 15 + [1] * 16
+    firsts = np.cumsum([0, *counts]).tolist()
+    blocks = [Block(first, count, 1, 0, 1, 0, 0) for first, count in zip(firsts, counts, strict=False)]
+    assert merged_from(blocks, 20_000) == 0
+    assert merged_from(blocks[1:], 20_000) == 14
+    assert merged_from(blocks[:-1], 20_000) == len(blocks) - 1
+
+
+def test_after_a_failed_save_the_next_one_writes_files_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever waited for it was told: no other verb says it again."""
+
+    def full(*given: Any, **more: Any) -> None:
+        raise WriteFailed("no space")
+
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+        fill(buffer, 5, 5)
+        before = {path.name: path.read_bytes() for path in (tmp_path / "segments").iterdir()}
+        with monkeypatch.context() as patch:
+            patch.setattr(GenerationWriter, "commit", full)
+            with pytest.raises(WriteFailed, match="no space"):
+                buffer.save(2, wait=True)
+        half = {path.name: path.read_bytes() for path in (tmp_path / "segments").iterdir()}
+        assert all(half[name].startswith(content) for name, content in before.items())
+        assert not buffer.save_due(2)
+        buffer.save(3, wait=True)
+        now = {path.name: path.read_bytes() for path in (tmp_path / "segments").iterdir()}
+        assert {name: now.get(name) for name in half} == half
+        assert len(now) > len(half)
+        content = contents(buffer)
+    with make(tmp_path) as again:
+        assert again.resume(continue_episodes=True).step == 3
+        assert contents(again) == content
+    assert verify(str(tmp_path)).whole
