@@ -130,3 +130,19 @@ def test_what_it_cannot_do_is_said_when_it_is_built() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device='cuda': there is no CUDA device"):
             ReplayDataset(filled(9), 2, device="cuda")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_so_many_batches_are_drawn_ahead_as_were_asked_for(prefetch: int) -> None:
+    dataset = ReplayDataset(filled(10), 3, prefetch=prefetch)
+    next(iter(dataset))
+    assert len(dataset.state_dict()["ahead"]) == prefetch
+
+
+def test_an_epoch_that_was_drawn_ahead_to_its_end_ends_there_after_a_resume_too() -> None:
+    buffer = filled(6, select=WithoutReplacement(last="keep"))
+    dataset = ReplayDataset(buffer, 3, prefetch=1)
+    first = next(iter(dataset))
+    again = ReplayDataset(buffer, 3, prefetch=1)
+    again.load_state_dict(dataset.state_dict())
+    assert sorted(chain(first["x"].tolist(), *(batch["x"].tolist() for batch in again))) == list(range(6))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 from pipeline import ConfigError, Limiter, Prioritized, ReplayBuffer, Slices, TimedOut
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.config import Options, ReplayOptions
+from pipeline.replay.gate import Gate
 from tests.support.replay import everything, filled, rows
 
 
@@ -169,3 +173,42 @@ def test_options_out_of_range_are_refused_by_name(options: dict[str, Any], named
 )
 def test_options_are_built_again_from_their_plain_values(options: Options) -> None:
     assert type(options).of(options.to_dict()) == options
+
+
+def test_who_is_let_in_as_the_waits_end_is_let_in() -> None:
+    gate, may, got = Gate(), [False], []
+
+    def wait() -> None:
+        with gate.lock:
+            gate.wait(lambda: may[0], 30, lambda: "")
+            got.append("in")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not gate.waiters:
+        time.sleep(0.001)
+    with gate.lock:
+        may[0] = True
+        gate.end_waits()
+    thread.join(30)
+    assert got == ["in"]
+
+
+async def test_a_task_whose_loop_sleeps_is_woken_by_a_thread() -> None:
+    gate, may = Gate(), [False]
+
+    def let_in() -> None:
+        while not gate.waiters:
+            time.sleep(0.001)
+        time.sleep(0.1)  # by then the loop sleeps
+        with gate.lock:
+            may[0] = True
+        gate.changed()
+
+    thread = threading.Thread(target=let_in)
+    thread.start()
+    begun = time.monotonic()
+    with anyio.move_on_after(20):  # whose end would wake it too
+        await gate.wait_for(lambda: may[0])
+    thread.join()
+    assert time.monotonic() - begun < 10

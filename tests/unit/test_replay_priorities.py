@@ -208,3 +208,11 @@ def test_of_a_key_that_is_named_twice_the_last_priority_counts() -> None:
     buffer = prioritized([1, 1])
     buffer.update_priorities([0, 1, 0], [5.0, 1.0, 3.0])
     assert probabilities(buffer) == [0.75, 0.25]
+
+
+def test_the_largest_priority_that_there_ever_was_may_be_one_that_was_set() -> None:
+    buffer = filled(4, 4, select=Prioritized(alpha=1.0, new="all_time_max"))
+    buffer.update_priorities([0, 1], [7.0, 2.0])
+    buffer.update_priorities([0], [0.5])
+    buffer.extend(rows(1, 4))
+    assert probabilities(buffer) == [2 / 11, 1 / 11, 1 / 11, 7 / 11]

@@ -36,6 +36,7 @@ from pipeline.buffer.transitions.columns import flat
 from pipeline.checkpoint import salvage, verify
 from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.config import Ordered
+from pipeline.errors import StoppedExit
 from pipeline.replay.job import merged_from
 from pipeline.replay.store import ReplayStore
 from pipeline.store.segments import Block
@@ -582,6 +583,8 @@ def test_steps_are_needed_where_they_are_counted(tmp_path: Path) -> None:
         assert [buffer.save_due(step) for step in (4, 5)] == [False, True]
         with pytest.raises(UsageError, match="save_every=5 counts steps"):
             buffer.save_due()
+        buffer.save(3, wait=True)  # in between: what counts are the steps that 5 divides
+        assert [buffer.save_due(step) for step in (4, 5, 9)] == [False, True, True]
 
 
 # -- settings and generators ------------------------------------------------------------------------------------
@@ -688,3 +691,43 @@ def test_after_a_failed_save_the_next_one_writes_files_of_its_own(
         assert again.resume(continue_episodes=True).step == 3
         assert contents(again) == content
     assert verify(str(tmp_path)).whole
+
+
+def test_rows_that_fit_into_a_smaller_buffer_keep_their_own_priorities(tmp_path: Path) -> None:
+    select = Prioritized(alpha=1.0)
+    with make(tmp_path, 10, select=select) as buffer:
+        buffer.extend({"x": np.arange(13)})
+        buffer.update_priorities(np.arange(3, 13), np.arange(3.0, 13.0))
+        buffer.update_priorities([0, 1], [1.0, 1.0])
+        buffer.save(1, wait=True)
+    with make(tmp_path, 4, select=select) as again:
+        assert again.resume(continue_episodes=True).rows == 4
+        assert again.drawer.mass(np.arange(9, 13)).tolist() == [9.0, 10.0, 11.0, 12.0]
+        assert again.statistics().stale_updates == 2
+
+
+def test_who_goes_on_after_a_stop_is_not_stopped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.replay.due._LOOK_EVERY_S", 0.0)
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+        (tmp_path / "stop").touch()
+        assert buffer.save_due()
+        with pytest.raises(StoppedExit):
+            buffer.save(2)
+        assert not (tmp_path / "stop").exists()
+        assert not buffer.save_due()
+        buffer.save(3, wait=True)
+
+
+def test_an_episode_that_is_cut_before_its_rows_are_written_was_open_when_they_were_saved(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        buffer.extend({"x": np.arange(3)})
+        with buffer.gate.lock:  # nobody writes meanwhile
+            saving = buffer.save(1)
+            before = contents(buffer)
+            buffer.end_episode()
+        saving.wait()
+    with make(tmp_path) as again:
+        again.resume(continue_episodes=True)
+        assert contents(again) == before

@@ -258,6 +258,13 @@ def test_ages_come_back(tmp_path: Path) -> None:
         assert [again.sample(5).keys.tolist() for _ in range(20)] == expected
 
 
+def test_rows_that_were_there_before_the_versions_leapt_are_all_as_stale_as_they_are() -> None:
+    buffer = versioned([0, 1], 1.0, capacity=8)
+    assert probabilities(buffer) == [1 / 3, 2 / 3]
+    buffer.extend(rows(2, 2), version=1000)
+    assert probabilities(buffer) == pytest.approx([0.0, 0.0, 0.5, 0.5], abs=1e-100)
+
+
 @pytest.mark.parametrize("half_life", [0, -1.0, float("nan"), float("inf"), "x"])
 def test_a_half_life_is_a_number_above_0(half_life: Any) -> None:
     with pytest.raises(ConfigError, match="half_life"):
