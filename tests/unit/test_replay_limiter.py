@@ -212,3 +212,15 @@ async def test_a_task_whose_loop_sleeps_is_woken_by_a_thread() -> None:
         await gate.wait_for(lambda: may[0])
     thread.join()
     assert time.monotonic() - begun < 10
+
+
+def test_a_block_as_large_as_the_whole_range_can_be_added_some_time() -> None:
+    buffer = limited(min_size=3, ratio=1, error_buffer=4)
+    buffer.extend({"id": np.arange(7)})
+    with pytest.raises(TimedOut):
+        buffer.extend({"id": np.arange(8)}, timeout=0)
+    with pytest.raises(ConfigError, match="error_buffer"):
+        buffer.extend({"id": np.arange(9)}, timeout=0)
+    for _ in range(8):
+        buffer.sample(1)
+    buffer.extend({"id": np.arange(8)}, timeout=0)

@@ -262,3 +262,20 @@ def test_a_state_of_other_rows_is_refused_and_nothing_changes() -> None:
         with pytest.raises(ConfigError):
             other.load_state_dict(broken)
     assert str(other.state_dict()) == str(before)
+
+
+def test_a_batch_that_could_not_be_had_takes_no_throw() -> None:
+    one, other = two((1, 1), split="random", seed=4), two((1, 1), split="random", seed=4)
+    for _ in range(8):
+        with pytest.raises(ConfigError):
+            one.sample(9, columns=["none"])
+        assert one.sample(9).sources.tolist() == other.sample(9).sources.tolist()
+
+
+def test_priorities_that_one_source_refuses_are_written_to_none() -> None:
+    first, second = (filled(4, 4, select=PRIORITIZED, seed=seed) for seed in (1, 2))
+    mixed = MixedReplay({"first": (first, 1), "second": (second, 1)})
+    batch = mixed.sample(8)
+    with pytest.raises(ConfigError, match="priorities"):
+        mixed.update_priorities(batch, [5.0] * 7 + [1e308])
+    assert probabilities(first) == probabilities(second) == [0.25] * 4

@@ -39,7 +39,9 @@ from pipeline.config import Ordered
 from pipeline.errors import StoppedExit
 from pipeline.replay.job import merged_from
 from pipeline.replay.store import ReplayStore
+from pipeline.store.layout import Layout, segment_key
 from pipeline.store.segments import Block
+from pipeline.wiring.collecting import DeadSegments
 from tests.support.disk import ScriptedFiles, tree
 from tests.support.replaying import CAPACITY, Counter, contents, draws, fill, rows
 from tests.support.runs import task
@@ -731,3 +733,19 @@ def test_an_episode_that_is_cut_before_its_rows_are_written_was_open_when_they_w
     with make(tmp_path) as again:
         again.resume(continue_episodes=True)
         assert contents(again) == before
+
+
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_half_a_record_at_the_end_of_a_segment_is_not_counted_on(tmp_path: Path, later: int) -> None:
+    """Of the two newest segments of a life that was killed: older ones were synced before the newest was begun."""
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+    (path,) = (tmp_path / "segments").iterdir()
+    key, size = segment_key(path.name), path.stat().st_size
+    path.write_bytes(path.read_bytes() + b"half a record")
+    layout = Layout(str(tmp_path))
+    for number in range(later):
+        Path(layout.segment(key[0], key[1], key[2] + 1 + number)).touch()
+    found = DeadSegments(layout).bytes_of(key, layout.read_run().tag)
+    assert found == (size if later < 2 else size + 13)

@@ -326,3 +326,13 @@ def test_a_column_of_complex_numbers_comes_out_as_a_tensor() -> None:
     numbers = (np.arange(3) + 1j).astype(np.complex64)
     buffer.extend({"obs": numbers, "next_obs": numbers, "small": np.ones(3, np.float32)})
     assert buffer.sample(3)["obs"].tolist() == buffer.sample(3)["next_obs"].tolist() == numbers.tolist()
+
+
+def test_a_row_that_comes_a_whole_buffer_after_its_predecessor_has_a_place_of_its_own() -> None:
+    buffer = make(3)
+    for number in range(12):
+        turn, env = divmod(number, 3)
+        step(buffer, 10 * env + turn, 10 * env + turn + 1, env=env)
+        for key, value in aside(buffer).items():
+            assert value == 10 * (key % 3) + key // 3 + 1
+    assert buffer.sample(3)["next_obs"].tolist() == [4, 14, 24]

@@ -580,3 +580,11 @@ def test_a_step_that_the_limiter_holds_back_changes_nothing() -> None:
         buffer.add(*step(1, end=False), autoreset="next_step")
     buffer.add(*step(1, end=False), autoreset="next_step")
     unchanged(buffer, lambda: buffer.add(*step(1), autoreset="next_step"), "wants samples first", TimedOut)
+
+
+@pytest.mark.parametrize("env", [6, 7, 8])
+def test_the_last_environment_that_is_known_can_be_reset_by_hand(env: int) -> None:
+    buffer = make()
+    drive(Fake([1] * (env + 1), NEXT_STEP), buffer, 1)
+    buffer.end_episode(env)
+    assert buffer.stepping.state() == list(range(env))
