@@ -68,7 +68,11 @@ async def test_nothing_is_trained_once_too_often_however_often_a_run_is_salvaged
             assert verify(target).whole
             directory = await go_on_a_little(target, 50 + life) if life < 2 else target
         trained = await goes_on(directory)
-    except ForebayError:  # nothing says what the weights have seen, or they are damaged themselves
+    except ForebayError as error:  # nothing says what the weights have seen, or they are damaged themselves
+        if seed < 5 or not re.search(
+            "no generation says what the weights|damaged when the run was salvaged", str(error)
+        ):
+            raise  # the first seeds all come to the end
         return
     assert max(trained.values()) <= EPOCHS
     assert {index for index in range(ITEMS) if trained.get(index, 0) < EPOCHS} <= listed

@@ -434,3 +434,12 @@ def test_blocks_are_listed_in_their_order_whoever_copied_them(tmp_path: Path, mo
         before = store.blocks
         buffer.save(2, wait=True)
         assert store.blocks == before  # and nothing is written again
+
+
+def test_every_row_that_is_written_back_goes_by_its_new_value() -> None:
+    buffer = ReplayBuffer(4, remove={"by": "min", "field": "score"}, returns="numpy")
+    keys = np.array(buffer.extend({"n": np.arange(4), "score": np.arange(4.0)}))
+    buffer.extend({"n": [4], "score": [5.0]})  # n=0 goes
+    buffer.write_back(keys[[1, 2]], {"score": np.array([9.0, 8.0])})
+    buffer.extend({"n": [5, 6], "score": [6.0, 7.0]})
+    assert sorted(buffer.ring.mark("n", buffer.ring.keys()).tolist()) == [1, 2, 5, 6]

@@ -747,5 +747,32 @@ def test_half_a_record_at_the_end_of_a_segment_is_not_counted_on(tmp_path: Path,
     layout = Layout(str(tmp_path))
     for number in range(later):
         Path(layout.segment(key[0], key[1], key[2] + 1 + number)).touch()
-    found = DeadSegments(layout).bytes_of(key, layout.read_run().tag)
+    run = layout.read_run()
+    assert run is not None
+    found = DeadSegments(layout).bytes_of(key, run.tag)
     assert found == (size if later < 2 else size + 13)
+
+
+def test_verify_wants_of_a_segment_what_the_generation_promised_that_promised_most(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        sizes = []
+        for step in (1, 2):
+            fill(buffer, 5 * step, 5)
+            buffer.save(step, wait=True)
+            (path,) = (tmp_path / "segments").iterdir()
+            sizes.append(path.stat().st_size)
+    found = verify(str(tmp_path), quick=True)
+    assert (found.whole, found.payloads) == (True, 3)
+    os.truncate(path, sizes[0])
+    found = verify(str(tmp_path), quick=True)
+    assert [damage.path for damage in found.damages] == [f"segments/{path.name}"]
+
+
+def test_a_save_whose_lock_was_removed_commits_nothing(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        fill(buffer, 0, 5)
+        buffer.save(1, wait=True)
+        (tmp_path / "lock").unlink()
+        with pytest.raises(WriteFailed, match="was removed, or replaced"):
+            buffer.save(2, wait=True)
+        assert [path.name for path in (tmp_path / "generations").iterdir()] == ["00000000"]
