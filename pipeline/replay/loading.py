@@ -72,7 +72,7 @@ def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], 
             _read_rows(reader, ring, state.schema, blocks, layout)
         if state.schema is not None:
             ring.relink()
-    except (LookupError, ValueError, MemoryError) as error:
+    except (LookupError, ValueError) as error:
         raise Damaged(f"{path}: the rows do not fit together ({error})") from None
     return Read(stored, state, unknown, blocks, values, states, ring)
 
