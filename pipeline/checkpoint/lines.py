@@ -1,9 +1,10 @@
 """Lines of a run: which events count for a generation, and what a line inherits.
 
-Usually every event of every journal counts: what the rollouts did is never taken back. But a resume may set aside what
-came after its generation (``after_crash="discard"``, or a generation without its buffer). Its journal begins by saying
-so (``Opened.discarded``), and from then on those events do not count. Whoever later resumes a generation of the part
-that was set aside goes back to that line: then the journals which set it aside do not count.
+Usually every event of every journal counts, up to where the next incarnation found its end: what the rollouts did is
+never taken back. But a resume may set aside what came after its generation (``after_crash="discard"``, or a generation
+without its buffer). Its journal begins by saying so (``Opened.discarded``), and from then on those events do not count.
+Whoever later resumes a generation of the part that was set aside goes back to that line: then the journals which set it
+aside do not count.
 """
 
 from __future__ import annotations

@@ -117,17 +117,22 @@ def find_to_resume(
         opened = msgspec.structs.replace(opened, generation=-1, parent=-1, origin=name)
 
     def recover(line: Line) -> Found:
-        begins = opened if origin.forked else msgspec.structs.replace(opened, discarded=line.discarded)
         recovered = recover_run(
             layout,
             stored,
             list(state.plans.values()),
             run_tag=origin.tag,
             seed=state.options.seed,
-            opened=begins,
+            opened=opened,
             line=line,
             torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
         )
+        if origin.forked:
+            return Found(stored, states, recovered, opened, origin)
+        # Where each journal ended is said for good: its writer may not know yet that it was overtaken, and go on.
+        ends = [each for each in recovered.positions if (each.incarnation, each.rank) not in line.unneeded]
+        discarded = sorted((each.incarnation, each.rank, each.sequence) for each in ends)
+        begins = msgspec.structs.replace(opened, discarded=discarded)
         return Found(stored, states, recovered, begins, origin)
 
     try:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import Locked, ReplayBuffer
+from pipeline import Locked, ReplayBuffer, Rollout
 from pipeline.checkpoint import verify
+from pipeline.records import EXTERNAL
 from pipeline.store.files import OsFiles
 from tests.support import locked
 from tests.support.children import child
 from tests.support.replaying import Counter
-from tests.support.runs import pipeline, task
+from tests.support.runs import ids, pipeline, task
 
 MOMENTS = [("makedirs", ".part"), ("create", "manifest.json.part"), ("sync_directory", "generations")]
 
@@ -206,4 +207,27 @@ def test_a_buffer_that_is_overtaken_as_it_commits_removes_nothing(run_directory:
     with ReplayBuffer(50, directory=run_directory) as again:
         again.attach(counter=Counter())
         assert (again.resume().step, len(again)) == (9, 12)
+    assert verify(run_directory).whole
+
+
+def test_what_an_overtaken_pipeline_still_writes_does_not_count(run_directory: str) -> None:
+    """It does not know yet, and goes on until its next save: its uids are the other's uids by now."""
+    with pipeline(task(40), directory=run_directory).sync() as pipe:
+        pipe.start()
+        pipe.get_batch(2)
+        taken_over(run_directory, goes_on)
+        late = [pipe.put("numbers", Rollout(reward=float(number))) for number in range(20)]
+        with pytest.raises(Locked, match="has written in this folder meanwhile"):
+            pipe.save(pipe.get_batch(2).step).committed()
+    for _ in range(2):  # the first resume says so, the second heeds both
+        with pipeline(task(40), directory=run_directory).sync() as again:
+            resumed = again.resume()
+            assert resumed.step == 1
+            assert resumed.set_aside >= len(late)
+            assert all(again.ledger.entries[uid].kind != EXTERNAL for uid in late if uid in again.ledger.entries)
+            with again.weight_update(version=1):
+                pass
+            again.start()
+            trained = [index for batch in again.batches(groups=2) for index in ids(batch)]
+            assert sorted(trained) == list(range(2, 40))
     assert verify(run_directory).whole
