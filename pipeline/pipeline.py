@@ -40,6 +40,7 @@ from pipeline.runner.policies import check_rollout
 from pipeline.sampler import Progress
 from pipeline.store.files import FilesLike
 from pipeline.task import Task
+from pipeline.wiring.experience import Fillable, check_rows
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.run import Run
 from pipeline.wiring.sharing import OnCommit
@@ -58,6 +59,9 @@ class Pipeline(OutsideVerbs):
         tasks: what to run, with distinct names.
         options: a :class:`~pipeline.PipelineOptions` or a mapping of plain values.
         engine: where attempts run; this process if left out.
+        buffer: a :class:`~pipeline.ReplayBuffer` for rollouts that make transitions: they add rows with ``ctx.extend``,
+            and the trainer draws with :meth:`sample` instead of ``get_batch``. Its rows, draws and priorities are saved
+            and resumed with the run, so it has no directory of its own.
         on_commit: told of each generation once it is on the disk, beside everything else: an async function, or a plain
             one, which gets a thread. It gets a :class:`~pipeline.Committed`, whose files it may copy elsewhere.
         files: the file layer, for tests.
@@ -76,6 +80,7 @@ class Pipeline(OutsideVerbs):
         engine: Engine | None = None,
         files: FilesLike | None = None,
         on_commit: OnCommit | None = None,
+        buffer: Fillable | None = None,
         inline: bool | Literal["eager"] = False,
         **more: Any,
     ) -> None:
@@ -92,7 +97,11 @@ class Pipeline(OutsideVerbs):
         base = options.to_dict() if isinstance(options, PipelineOptions) else dict(options or {})
         self.options = PipelineOptions.of({**base, **more})
         self._tasks = given
-        self._run = Run(given, self.options, files=files, engine=engine, inline=inline, on_commit=on_commit)
+        feed = None
+        if buffer is not None:
+            check_rows(given, self.options)
+            feed = buffer.feed()
+        self._run = Run(given, self.options, files=files, engine=engine, inline=inline, on_commit=on_commit, feed=feed)
         self._last = BatchStatistics()
 
     # -- opening and closing -----------------------------------------------------------------------------------
@@ -224,6 +233,35 @@ class Pipeline(OutsideVerbs):
         batch = await self._run.consumer.get_batch(groups)
         self._last = BatchStatistics.of(batch)
         return batch
+
+    async def sample(self, count: int, **how: Any) -> Any:
+        """Wait until ``count`` rows may be drawn from the run's buffer, and return them.
+
+        ::
+
+            batch = await pipe.sample(256, n_step=3, gamma=0.99)
+            buffer.update_priorities(batch.keys, agent.update(batch))
+            await pipe.ack(step)
+
+        Takes the arguments of :meth:`pipeline.ReplayBuffer.sample`, but for ``timeout``. Until ``ack`` or ``save`` says
+        what the weights hold, no trigger makes a generation.
+
+        Raises:
+            ConfigError: what is asked can never be had.
+            EndOfSource: too few rows are there, and no more will come.
+            RolloutFailed, RolloutInvalid: as ``get_batch``.
+            Starved: rows and samples wait for each other.
+            UsageError: not started, or there is no buffer.
+        """
+        return await self._unless_asked(lambda: self._next_sample(count, how))
+
+    async def _next_sample(self, count: int, how: dict[str, Any]) -> Any:
+        self._run.require_open()
+        if not self._run.started:
+            raise UsageError("sample() comes after start()")
+        if "timeout" in how:
+            raise UsageError("timeout= is for threads: here anyio.fail_after() says how long to wait")
+        return await self._run.consumer.sample(count, how)
 
     async def batches(self, groups: int, *, until: int | None = None) -> AsyncIterator[Batch]:
         """Yield batches; asking for the next one acks the one before.

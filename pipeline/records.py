@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-TRAIN, EVALUATION, EXTERNAL = "train", "evaluation", "external"
+TRAIN, EVALUATION, EXTERNAL, EPISODE = "train", "evaluation", "external", "episode"
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -164,7 +164,8 @@ class EpochBegan(Event, frozen=True, array_like=True, tag="epoch"):
 class Claimed(Event, frozen=True, array_like=True, tag="claim"):
     """An item was drawn. ``position`` counts draws inside the epoch; ``index`` is where the order put it.
 
-    Of kind ``external`` it was given by hand, and epoch, position and index are -1: the sampler has no part in it.
+    Of kind ``external`` it was given by hand, and epoch, position and index are -1: the sampler has no part in it. Of
+    kind ``episode`` what it makes are rows, and no batch is made of it.
     """
 
     uid: int
@@ -301,6 +302,25 @@ class Aged(Event, frozen=True, array_like=True, tag="aged"):
     uid: int
     member: int
     tokens: dict[int, int]
+
+
+class Added(Event, frozen=True, array_like=True, tag="rows"):
+    """An attempt added a block of rows to the run's buffer of transitions; they lie at ``offset`` of ``segment`` (-1:
+    in memory, until a generation says where).
+
+    ``env`` tells the episodes apart that are open at one time. The rows are of the keys from ``first`` on.
+    """
+
+    uid: int
+    member: int
+    attempt: int
+    env: int
+    first: int
+    count: int
+    version: int
+    segment: int = -1
+    offset: int = 0
+    length: int = 0
 
 
 class Dropped(Event, frozen=True, array_like=True, tag="drop"):
@@ -456,6 +476,7 @@ AnyEvent: TypeAlias = (
     | Inherited
     | PartSaved
     | Moved
+    | Added
 )
 
 DROP_REASONS = ("failed", "quarantined", "filtered", "expired", "evicted", "discarded")

@@ -209,6 +209,10 @@ class SyncPipeline:
         batch._release = lambda step: self._do(self._run.consumer.release, step)
         return batch
 
+    def sample(self, count: int, **how: Any) -> Any:
+        """See :meth:`pipeline.Pipeline.sample`."""
+        return self._unless_asked(lambda: self._pipe._next_sample(count, how))
+
     def batches(self, groups: int, *, until: int | None = None) -> Iterator[Batch]:
         """See :meth:`pipeline.Pipeline.batches`."""
         while until is None or self._do(lambda: self._run.state.ledger.next_step) <= until:

@@ -70,7 +70,10 @@ class ProducerFold:
         self.events = self.set_aside = 0
         self._caps = {(incarnation, rank): last for incarnation, rank, last in discarded}
         self._incarnation = -1 if line is None else line.incarnation
-        self._after = {} if line is None else {(each.incarnation, each.rank): each.sequence for each in line.journals}
+        self.positions = (
+            {} if line is None else {(each.incarnation, each.rank): each.sequence for each in line.journals}
+        )
+        """The last event of each journal that the generation counts on."""
 
     def apply(self, logged: Logged) -> bool:
         """Take in the next event, and return whether it counts."""
@@ -92,7 +95,7 @@ class ProducerFold:
         return self._caps.get((incarnation, rank), sys.maxsize)
 
     def _from(self, incarnation: int, rank: int) -> int:
-        return self._after.get((incarnation, rank), 0)
+        return self.positions.get((incarnation, rank), 0)
 
 
 def pending_batches(ledger: Ledger, leases: Iterable[Lease], hints: Iterable[BatchHint], step: int) -> list[Lease]:

@@ -12,6 +12,7 @@ import msgspec
 from pipeline.checkpoint.lines import PRODUCER_FILE, read_inherited
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import (
+    BLOCKS_FILE,
     CONSUMER_FILE,
     MANIFEST_FILE,
     PIPELINE,
@@ -85,6 +86,10 @@ def survey(layout: Layout) -> Survey:
     for _, folder, manifest in found:
         if isinstance(manifest, Manifest) and manifest.kind != PIPELINE:
             raise UsageError(f"{folder}: of a replay buffer; resume(step=...) goes on from an older generation of it")
+        if isinstance(manifest, Manifest) and any(info.path == BLOCKS_FILE for info in manifest.files):
+            raise UsageError(
+                f"{folder}: its rollouts fill a replay buffer; resume(step=...) goes on from an older generation of it"
+            )
     run, losses = _identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
     return Survey(run, [_examine(run.run_id, *each) for each in found], losses)
 

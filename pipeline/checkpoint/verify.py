@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.checkpoint.collect import Needs
 from pipeline.checkpoint.generations import Stored, check_listed, find_generations
-from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
+from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.checkpoint.retire import needs_of
 from pipeline.checkpoint.survey import without_manifest
 from pipeline.errors import ForebayError, NotARun
@@ -99,7 +99,7 @@ class _Check:
         journals = self.layout.list_journals()
         self._journals(journals, found.complete)
         for stored in found.complete:
-            if stored.manifest.kind == REPLAY:
+            if any(info.path == BLOCKS_FILE for info in stored.manifest.files):
                 self._blocks(stored)
         return Verified(
             run_id=self.run_id,
@@ -127,7 +127,7 @@ class _Check:
                 self._note(path, error)
 
     def _blocks(self, stored: Stored) -> None:
-        """Look for the rows that a generation of a replay buffer lists."""
+        """Look for the rows of a buffer that a generation lists."""
         path = os.path.join(stored.folder, BLOCKS_FILE)
         try:
             places = [block.place for block in read_blocks(path)]

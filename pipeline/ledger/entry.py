@@ -65,6 +65,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     Versions are in terms of the weights that are in use now."""
     masked: int = 0
     """Tokens that are too old for the batch that the group is leased for."""
+    rows: int = 0
+    """Rows that its attempt in flight has added to the run's buffer."""
 
     @property
     def freshest(self) -> int:
@@ -216,6 +218,12 @@ class TaskTotals(msgspec.Struct):
     """Members that finished in a group that had been reopened: items that were long enough to become too old are among
     them more often than in the source."""
     again_tokens: int = 0
+    retired: int = 0
+    """Episodes that ended: what they made are rows of the run's buffer."""
+    retired_early: int = 0
+    """Of those, the ones that were cut: what they had made by then stays."""
+    rows: int = 0
+    """Rows that were added."""
     masked_tokens: int = 0
     """Tokens in batches that were trained, but masked as too old; ``trained_tokens`` are those that were not."""
 

@@ -13,8 +13,7 @@ This holds after each call, and :meth:`Ledger.check` asserts it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -39,7 +38,10 @@ from pipeline.ledger.entry import (
 )
 from pipeline.ledger.parking import ParkedGroups
 from pipeline.ledger.places import with_at, without_members
+from pipeline.ledger.questions import Questions
 from pipeline.records import (
+    EPISODE,
+    Added,
     Aged,
     AnyEvent,
     Claimed,
@@ -57,7 +59,7 @@ from pipeline.records import (
 )
 
 
-class Ledger:
+class Ledger(Questions):
     """States of all claimed items; see the module."""
 
     def __init__(self, consumed: ConsumerHalf | None = None) -> None:
@@ -68,7 +70,9 @@ class Ledger:
         self.next_uid = 0
         self.incarnation = 0
         self.trained = IntervalSet(half.trained)
-        self.dropped = IntervalSet()
+        self.dropped, self.retired = IntervalSet(), IntervalSet()
+        self.free_steps = False
+        """Whether steps are the trainer's own: no batch is handed out for them, as it samples from a buffer."""
         self.step = half.step
         """Last step whose batch has been acked."""
         self.leases: dict[int, Lease] = {}
@@ -83,6 +87,7 @@ class Ledger:
             Parked: self._parked,
             Rewarded: self._rewarded,
             Aged: self._aged,
+            Added: self._added,
             Failed: self._failed,
             Interrupted: self._interrupted,
             Dropped: self._dropped,
@@ -207,6 +212,12 @@ class Ledger:
         totals.produced += 1
         return entry
 
+    def _added(self, event: Added) -> None:
+        entry = self.entries.get(event.uid)
+        if entry is not None:
+            entry.rows += event.count
+            self.totals[entry.task].rows += event.count
+
     def _aged(self, event: Aged) -> None:
         entry = self.entries.get(event.uid)
         if entry is not None:
@@ -221,6 +232,7 @@ class Ledger:
         totals = self.totals[entry.task]
         totals.failed += 1
         entry.failures = with_at(entry.failures, event.member, entry.failures[event.member] + 1)
+        entry.rows = 0  # the next attempt begins another episode
         if event.final:
             entry.in_flight += entry.members[event.member] == PENDING  # given up before it was started
             entry.members[event.member] = GIVEN_UP
@@ -235,6 +247,9 @@ class Ledger:
         self.totals[entry.task].interrupted += 1
         entry.interruptions += 1
         entry.deaths += event.unplanned
+        if entry.rows:  # an episode is never gone on with: what there is of it counts
+            self._retire(entry, early=True)
+            return
         self._unstart(entry, event.member)
 
     def _unstart(self, entry: Entry, member: int) -> None:
@@ -251,6 +266,9 @@ class Ledger:
             return None
         if entry.members.count(FINISHED) + entry.parked < entry.need:
             self._end(entry, "failed")
+            return None
+        if entry.kind == EPISODE:
+            self._retire(entry)
             return None
         if rejected:
             self._end(entry, "filtered")
@@ -282,6 +300,15 @@ class Ledger:
         dropped = self.totals[entry.task].dropped
         dropped[reason] = dropped.get(reason, 0) + 1
 
+    def _retire(self, entry: Entry, *, early: bool = False) -> None:
+        """An episode has ended; what it made are rows."""
+        del self.entries[entry.uid]
+        self.counts[entry.task][entry.state] -= 1
+        self.retired.add(entry.uid)
+        totals = self.totals[entry.task]
+        totals.retired += 1
+        totals.retired_early += early
+
     def _reopened(self, event: Reopened) -> None:
         entry = self.entries.get(event.uid)
         if entry is None:
@@ -295,9 +322,12 @@ class Ledger:
     def _opened(self, event: Opened) -> None:
         """A new life begins: nothing is in flight, and old versions are no newer than what was restored."""
         self.incarnation = event.incarnation
-        for entry in self.entries.values():
+        for entry in list(self.entries.values()):
             if entry.in_flight:
                 self.totals[entry.task].interrupted += entry.in_flight
+                if entry.rows:  # an episode of a dead process is never gone on with: what there is of it counts
+                    self._retire(entry, early=True)
+                    continue
                 entry.interruptions += 1
                 entry.deaths += not self._clean
                 entry.members = bytearray(PENDING if member == IN_FLIGHT else member for member in entry.members)
@@ -370,7 +400,7 @@ class Ledger:
             raise UsageError(
                 f"step {step}: batches up to {self.step} are already trained; weights cannot go back without resume()"
             )
-        if step > self.step and step not in self.leases:
+        if step > self.step and step not in self.leases and not self.free_steps:
             given = f"batches of steps {sorted(self.leases)} are leased" if self.leases else "no batch is leased"
             raise UsageError(f"step {step} was never handed out: {given}, and {self.step} is the last trained")
 
@@ -436,55 +466,3 @@ class Ledger:
             if entry is None or entry.state != BUFFERED or entry.life != life:
                 return False
         return True
-
-    # -- questions -----------------------------------------------------------------------------------------
-
-    def state(self, uid: int) -> str:
-        """Return the state of ``uid``: one of the live states, trained, dropped, or future."""
-        entry = self.entries.get(uid)
-        if entry is not None:
-            return STATES[entry.state]
-        if uid in self.trained:
-            return "trained"
-        return "dropped" if uid in self.dropped else "future"
-
-    def count(self, state: int) -> int:
-        """Return how many items of all tasks are in ``state``."""
-        return sum(counts[state] for counts in self.counts.values())
-
-    @property
-    def claimed(self) -> int:
-        return sum(totals.claimed for totals in self.totals.values())
-
-    @property
-    def outstanding(self) -> int:
-        """Items claimed that have not ended."""
-        return len(self.entries)
-
-    def check(self) -> None:
-        """Assert that every claimed item is in exactly one state.
-
-        Raises:
-            AssertionError: it is not; this is a fault of the library.
-        """
-        for name, totals in self.totals.items():
-            live = sum(self.counts[name])
-            ended = totals.trained + sum(totals.dropped.values())
-            if totals.claimed != live + ended:
-                raise AssertionError(f"task {name!r}: claimed {totals.claimed} != live {live} + ended {ended}")
-        if sum(map(sum, self.counts.values())) != len(self.entries):
-            raise AssertionError("the counts by state are not those of the entries")
-        if len(self.parked) != self.count(PARKED):
-            raise AssertionError(f"{self.count(PARKED)} groups are parked, and {len(self.parked)} are listed as such")
-
-    def snapshot(self) -> Mapping[str, Any]:
-        """Return everything that recovery must bring back, in plain comparable values."""
-        fields = [name for name in Entry.__struct_fields__ if name != "order"]
-        ranked = sorted(self.entries.values(), key=lambda entry: entry.order)
-        return {
-            "entries": {uid: {name: getattr(each, name) for name in fields} for uid, each in self.entries.items()},
-            "order": [entry.uid for entry in ranked if entry.state in (BUFFERED, LEASED)],
-            "consumer": msgspec.to_builtins(self.consumer_half()),
-            "dropped": self.dropped.ranges(),
-            "totals": msgspec.to_builtins(self.totals),
-        }

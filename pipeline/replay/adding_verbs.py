@@ -14,6 +14,7 @@ from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.config import ReplayOptions
+from pipeline.errors import UsageError
 from pipeline.replay.arguments import (
     MOST_ENVS,
     MOST_VERSION,
@@ -41,6 +42,15 @@ class AddingVerbs:
     _drawer: Drawer
     _counts: Counts
     _forked: bool
+    _fed = False
+    """Whether the rollouts of a pipeline fill it."""
+
+    def _not_fed(self, verb: str) -> None:
+        if self._fed:
+            raise UsageError(
+                f"{verb}(): a pipeline's rollouts fill this buffer, with ctx.extend(), and the pipeline saves and "
+                "resumes it; rows that came otherwise would be in no journal"
+            )
 
     def _usable(self) -> None:
         raise NotImplementedError
@@ -96,6 +106,8 @@ class AddingVerbs:
             TimedOut: the limiter does not let them in. Nothing was changed.
         """
         version = weights_version(version)
+        if self._fed:
+            self._not_fed("extend")
         with self.gate.lock:
             keys = self._extend(rows, env, envs, ends, version, timeout)
         self.gate.changed()
@@ -139,6 +151,8 @@ class AddingVerbs:
             env = one_environment(env)
         if version.__class__ is not int or not 0 <= version <= MOST_VERSION:
             version = weights_version(version)
+        if self._fed:
+            self._not_fed("append")
         with self.gate.lock:
             key = self._append(row, env, version, timeout)
         self.gate.changed()
@@ -220,6 +234,7 @@ class AddingVerbs:
         self, given: Mapping[str, Any], info: Any, autoreset: Any, env: int, version: int, timeout: float | None
     ) -> Sequence[int]:
         self._usable()
+        self._not_fed("add")
         step = self.stepping.rows(given, info, autoreset, env, self.options.fields, self._schema)
         keys: Sequence[int] = range(self.ring.added, self.ring.added)
         if step.number and step.envs.__class__ is int:
@@ -238,6 +253,7 @@ class AddingVerbs:
         """
         if env is not None:
             env = one_environment(env)
+        self._not_fed("end_episode")
         with self.gate.lock:
             self._usable()
             self.stepping.reset(env)

@@ -27,6 +27,7 @@ from pipeline.replay.adding_verbs import DEFAULT, AddingVerbs
 from pipeline.replay.aio import AsyncReplayBuffer
 from pipeline.replay.arguments import priorities_of, whole
 from pipeline.replay.due import Due
+from pipeline.replay.feeding import Inside, ReplayFeed, check_feedable
 from pipeline.replay.gate import Gate
 from pipeline.replay.handles import ReplayHandle
 from pipeline.replay.parts import Parts
@@ -155,6 +156,28 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
     def aio(self) -> AsyncReplayBuffer:
         """The same buffer for tasks: its verbs are awaited."""
         return AsyncReplayBuffer(self)
+
+    def feed(self) -> ReplayFeed:
+        """Return the side of this buffer that a pipeline sees, whose rollouts fill it from then on: ``Pipeline(tasks,
+        buffer=buffer)``. Sampling and priorities stay the caller's; rows, saving and resuming are the pipeline's.
+
+        Raises:
+            ConfigError: an option of the buffer is in the way.
+            UsageError: it holds rows, or another pipeline fills it.
+        """
+        with self.gate.lock:
+            self._usable()
+            self._not_fed("feed")
+            check_feedable(self.options, self.ring)
+            self._fed = True
+        return ReplayFeed(self, Inside(lambda: self._own, self._parts, self._take_over, self._extend, self._counts_of))
+
+    def _take_over(self, parts: Parts, stale_updates: int) -> None:
+        self._use(parts)
+        self._saver.stale_updates = stale_updates
+
+    def _counts_of(self) -> tuple[Counts, int]:
+        return self._counts, self._saver.stale_updates
 
     def _parts(self, ring: Ring) -> Parts:
         """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
@@ -315,6 +338,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         """Forget every row, and the columns: others may be added then. Keys are not used again."""
         with self.gate.lock:
             self._usable()
+            self._not_fed("clear")
             self.ring.about_to_change(self.ring.keys())  # a generation that is being written wants them
             self.ring.clear()
             self.ring.storage.forget()

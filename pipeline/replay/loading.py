@@ -47,6 +47,22 @@ def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], 
         ConfigError: the rows do not fit into memory.
     """
     states = read_generation(stored, attached)
+    found = read_state(layout, run_tag, stored, like)
+    return Read(stored, found.state, found.unknown, found.blocks, found.values, states, found.ring)
+
+
+class ReadRows(NamedTuple):
+    """A buffer's part of a generation; nothing of it is in use yet."""
+
+    state: BufferState
+    unknown: dict[str, Any]
+    blocks: list[Block]
+    values: dict[str, np.ndarray]
+    ring: Ring
+
+
+def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring) -> ReadRows:
+    """As :func:`read`, without what was attached; the generation's files were compared with its manifest."""
     path = os.path.join(stored.folder, STATE_FILE)
     with open_plain(path) as file:
         state, unknown = decode_state(file.read(), path)
@@ -74,7 +90,7 @@ def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], 
             ring.relink()
     except (LookupError, ValueError) as error:
         raise Damaged(f"{path}: the rows do not fit together ({error})") from None
-    return Read(stored, state, unknown, blocks, values, states, ring)
+    return ReadRows(state, unknown, blocks, values, ring)
 
 
 def _read_blocks(path: str, state: BufferState | None) -> list[Block]:

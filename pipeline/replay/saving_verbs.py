@@ -38,6 +38,9 @@ class SavingVerbs:
     def _usable(self) -> None:
         raise NotImplementedError
 
+    def _not_fed(self, verb: str) -> None:
+        raise NotImplementedError
+
     def _parts(self, ring: Ring) -> Parts:
         raise NotImplementedError
 
@@ -158,6 +161,7 @@ class SavingVerbs:
             UsageError: next observations were stored in another way, or a save with a directory has begun.
         """
         not_shared(self.options.storage, "load_state_dict", "save() and resume() it with directory=")
+        self._not_fed("load_state_dict")
         with self.gate.lock:
             self._usable()
             self._saver.check_replaceable()

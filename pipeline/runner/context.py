@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from pipeline.errors import UsageError
 from pipeline.records import TRAIN, Item, Rollout
 from pipeline.store.codec import unpack
 
@@ -29,6 +30,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     version_now: Callable[[], int] | None = None
     slots: Slots | None = None
     save_partial: Callable[[Any, Rollout], None] | None = None
+    extend: Callable[[Any, Any], Awaitable[int]] | None = None
 
 
 class _Defaults(msgspec.Struct, kw_only=True, eq=False):
@@ -42,6 +44,7 @@ class _Defaults(msgspec.Struct, kw_only=True, eq=False):
     _rng: np.random.Generator | None = None
     _part: bytes | None = None
     _oldest: int | None = None
+    _since: int | None = None
 
 
 class Context(_Defaults, eq=False):
@@ -111,6 +114,38 @@ class Context(_Defaults, eq=False):
         save = self._run.save_partial
         if save is not None:
             save(self, rollout)
+
+    async def extend(self, rows: Any) -> int:
+        """Add rows [n, ...] to the buffer of transitions that the pipeline was given, in their order in time.
+
+        ::
+
+            async def play(item, ctx):
+                env = ctx.resource
+                ...
+                await ctx.extend(
+                    {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "terminated": end}
+                )
+                return Rollout(reward=total)
+
+        One call is one block on the disk: several steps at a time cost less. All rows of an attempt are of one episode,
+        unless ``terminated``, ``truncated`` or ``done`` end it before; it ends with the attempt. They stay whatever
+        becomes of the attempt. Waits for the buffer's limiter, and for the disk if that is behind. In ``evaluate`` and
+        ``try_one`` nothing is kept.
+
+        Returns:
+            How many rows were added.
+
+        Raises:
+            ConfigError: a column is missing or unknown, or of another shape or dtype. Nothing was added.
+            UsageError: the pipeline has no buffer.
+        """
+        extend = self._run.extend
+        if extend is None:
+            if self._run.version_now is None:  # try_one: there is no run
+                return 0
+            raise UsageError("ctx.extend() adds to a buffer of transitions: Pipeline(tasks, buffer=ReplayBuffer(...))")
+        return await extend(self, rows)
 
     def park(self) -> None:
         """Let what this attempt returns wait for its reward: ``pipe.reward(ctx.uid, value, ctx.member)`` gives it.

@@ -30,8 +30,13 @@ def after_failure(policy: FailurePolicy, failures: int) -> Verdict:
     return Verdict.GIVE_UP
 
 
-def check_rollout(given: Any, item: Item) -> str | None:
+def check_rollout(given: Any, item: Item, *, rows: bool = False) -> str | None:
     """Check what a runner returned, before anything is changed.
+
+    Args:
+        given: what it returned.
+        item: what it worked on.
+        rows: whether what it made are rows of a buffer.
 
     Returns:
         None if it is good, else why the attempt counts as failed: a reward that is not finite.
@@ -51,6 +56,11 @@ def check_rollout(given: Any, item: Item) -> str | None:
     if type(given.traces) is not tuple:
         raise RolloutInvalid(
             f"{item}: field traces: tensors by name, or a list, are needed, found {_shown(given.traces)}"
+        )
+    if rows and given.traces:
+        raise RolloutInvalid(
+            f"{item}: field traces: the pipeline has a buffer of transitions; add rows to it with ctx.extend(), and "
+            "return Rollout(reward=...) without tensors"
         )
     if type(given.info) is not dict and not _is_mapping(given.info):
         raise RolloutInvalid(f"{item}: field info: a mapping is needed, found {_shown(given.info)}")

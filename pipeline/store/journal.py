@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.errors import Damaged, NewerFormat
-from pipeline.records import AnyEvent, Evaluated, Finished, Location, Moved, Parked, PartSaved
+from pipeline.records import Added, AnyEvent, Evaluated, Finished, Location, Moved, Parked, PartSaved
 from pipeline.store.frames import EVENTS, SYNCED, Frame, scan
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import Place
@@ -37,10 +37,10 @@ class Logged(NamedTuple):
 def payload_place(logged: Logged) -> Place | None:
     """Return where the payload lies that an event names; None if it names none."""
     event = logged.event
-    if not isinstance(event, (Finished, Parked, PartSaved, Evaluated, Moved)) or event.segment < 0:
+    if not isinstance(event, (Finished, Parked, PartSaved, Evaluated, Moved, Added)) or event.segment < 0:
         return None
     at = Location(logged.incarnation, logged.rank, event.segment, event.offset, event.length)
-    return event.uid, event.member, at
+    return (event.first, 0, at) if isinstance(event, Added) else (event.uid, event.member, at)
 
 
 class JournalPosition(msgspec.Struct, frozen=True, kw_only=True):

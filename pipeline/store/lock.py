@@ -124,8 +124,10 @@ class RunLock:
 def _same_file(path: str, key: tuple[int, int]) -> bool:
     try:
         status = os.stat(path, follow_symlinks=False)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:  # it may be there all the same
+        raise WriteFailed(f"{path}: cannot be looked at now: {error}. Nothing was written; a retry may work") from error
     return (status.st_dev, status.st_ino) == key
 
 

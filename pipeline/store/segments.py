@@ -82,6 +82,11 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     offset: int
     length: int
 
+    @classmethod
+    def at(cls, first: int, count: int, at: Location) -> Block:
+        """Return the block of rows that lie ``at``."""
+        return cls(first, count, at.incarnation, at.rank, at.segment, at.offset, at.length)
+
     @property
     def place(self) -> Place:
         """As others name it."""

@@ -62,6 +62,7 @@ class Checkpointing:
         if self._saver is not None:
             self._saver.release()
             if capture is not None:
+                capture.let_rows_go()
                 self._saver.captured_step = -1
                 self.triggers.give_back(capture.request)
 
@@ -76,6 +77,8 @@ class Checkpointing:
     ) -> Capture:
         """Ack ``step``, if there is one, and capture everything, in one window. What triggers asked for is in it."""
         assert self._saver is not None
+        if not replay_buffer and self._state.experience is not None:
+            raise UsageError("replay_buffer=False: these rollouts made the buffer's rows, which cannot be drawn again")
         if step is not None:
             self._consumer.ack(step)
         capture = self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer, external=external)

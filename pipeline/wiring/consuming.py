@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import anyio.lowlevel
 
 from pipeline.buffer import Batch, Group
 from pipeline.buffer.staleness import floor, staleness
-from pipeline.errors import ClosedError, ConfigError, Damaged, EndOfSource, ForebayError, Starved, UsageError
+from pipeline.errors import ClosedError, ConfigError, Damaged, EndOfSource, ForebayError, Starved, TimedOut, UsageError
 from pipeline.ledger import BUFFERED, LEASED, Entry, Lease
 from pipeline.observe import events
 from pipeline.records import BatchHint
@@ -79,6 +80,49 @@ class Consumer:
         )
         return batch
 
+    async def sample(self, count: int, how: Mapping[str, Any]) -> Any:
+        """Draw from the run's buffer, as soon as its limiter lets it.
+
+        Raises:
+            EndOfSource: too few rows are there, and no more will come.
+            Starved: rows and samples wait for each other.
+        """
+        state, experience = self._state, self._state.experience
+        if experience is None:
+            raise UsageError("sample() is for a pipeline with buffer=; get_batch() gives groups")
+        feed = experience.feed
+        draw = partial(feed.sample, count, how)
+        await anyio.lowlevel.checkpoint()
+        while True:
+            self.raise_failure()
+            try:
+                batch = await self._in_thread(draw) if feed.large(count, how) else draw()
+            except TimedOut as error:
+                may, why = error.may, str(error)
+            else:
+                experience.drawn = True
+                return batch
+            self._pool().pump()
+            await state.changed.wait_for(partial(self._settled, may))
+            if self.closed or state.failure is not None or may():
+                continue
+            if self._producer.drained and not self._pool().in_flight:
+                raise EndOfSource(f"{why}; and every source is at its end")
+            raise Starved(f"{why}; and no rollout can add more before that")
+
+    def _settled(self, may: Callable[[], object]) -> bool:
+        """Whether a waiting trainer can be answered: rows may be sampled, or never will be."""
+        state, pool = self._state, self._pool()
+        if self.closed or state.failure is not None or may():
+            return True
+        assert state.experience is not None
+        busy = pool.in_flight + pool.scoring - state.evaluating
+        if busy > state.experience.waiting:
+            return False
+        if busy and (busy < pool.concurrency and not self._producer.blocked):
+            return False
+        return bool(busy) or self._nothing_comes()
+
     def release(self, step: int) -> None:
         """Take the batch of ``step`` back; does nothing if it is not leased."""
         state = self._state
@@ -101,6 +145,8 @@ class Consumer:
         """
         state = self._state
         state.ledger.check_ack(step)
+        if state.experience is not None:
+            state.experience.drawn = False
         entries, leases = state.ledger.entries, state.ledger.leases
         tasks = [entries[uid].task for leased, lease in leases.items() if leased <= step for uid in lease.uids]
         state.progress.consumed_samples = add_counts(state.progress.consumed_samples, tasks)
@@ -114,6 +160,8 @@ class Consumer:
     # -- waiting -----------------------------------------------------------------------------------------------
 
     def _check(self, groups: int) -> None:
+        if self._state.experience is not None:
+            raise UsageError("these rollouts fill a buffer, and make no batches of groups: sample() from it")
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
             raise ConfigError.of("groups", groups, "a whole number of at least 1 is needed")
         self.raise_failure()

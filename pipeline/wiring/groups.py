@@ -11,6 +11,7 @@ from pipeline.config import ZeroVariance
 from pipeline.errors import GroupsRejected
 from pipeline.ledger import FINISHED, Entry
 from pipeline.observe import events
+from pipeline.runner.context import Slots
 from pipeline.runner.deadlines import TimeLimit
 from pipeline.store.codec import read_header, unpack
 from pipeline.task import Task
@@ -94,6 +95,14 @@ class Limits(Protocol):
     """The part of a pool that runs timers."""
 
     def time_limit(self, timeout: float, cut: Callable[[Any], None]) -> TimeLimit[Any]: ...
+
+
+class PoolSide(Slots, Limits, Protocol):
+    """What the producer asks of the pool."""
+
+    def pump(self) -> None: ...
+
+    def cut_group(self, uid: int) -> None: ...
 
 
 class GroupDeadlines:

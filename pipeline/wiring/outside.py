@@ -90,9 +90,14 @@ class Outside:
 
     # -- items and rollouts ------------------------------------------------------------------------------------
 
+    def _check_groups(self, verb: str) -> None:
+        if self._state.experience is not None:
+            raise UsageError(f"{verb}(): these rollouts fill a buffer, and the run has no groups")
+
     def submit(self, task: Task | str, content: Any) -> int:
         """Claim an item that was given by hand."""
         state, plan = self._state, self._task(task)
+        self._check_groups("submit")
         uid = state.ledger.next_uid
         kept = encode_content(content, f"task {plan.name!r}, an item by hand")
         state.record(Claimed(uid, plan.name, -1, -1, -1, plan.group_size, plan.min_group, EXTERNAL, kept))
@@ -103,6 +108,7 @@ class Outside:
     def put(self, task: Task | str, rollouts: Rollout | Sequence[Rollout], content: Any = None) -> int:
         """Take a group in that was made elsewhere."""
         state, plan = self._state, self._task(task)
+        self._check_groups("put")
         group = list(rollouts) if isinstance(rollouts, (list, tuple)) else [rollouts]
         if not group:
             raise ConfigError.of("rollouts", rollouts, "a Rollout, or a list of at least one, is needed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,8 +17,20 @@ from pipeline.buffer.masks import judge
 from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, RolloutTooDeep, SourceError
 from pipeline.ledger import PARKED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
-from pipeline.records import Aged, Claimed, Failed, Finished, Interrupted, Item, Parked, Rollout, Started
-from pipeline.runner.context import RunFacts, Slots
+from pipeline.records import (
+    EPISODE,
+    TRAIN,
+    Aged,
+    Claimed,
+    Failed,
+    Finished,
+    Interrupted,
+    Item,
+    Parked,
+    Rollout,
+    Started,
+)
+from pipeline.runner.context import RunFacts
 from pipeline.runner.policies import Verdict, after_failure, check_rollout, encodable
 from pipeline.runner.pool import GROUP_TIMEOUT, Job
 from pipeline.sampler.sampler import Draw
@@ -27,7 +39,7 @@ from pipeline.store.contents import decode_content, encode_content
 from pipeline.wiring.admission import Admission
 from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import EvaluationJob, Evaluator
-from pipeline.wiring.groups import Filters, GroupDeadlines, Limits
+from pipeline.wiring.groups import Filters, GroupDeadlines, PoolSide
 from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.parts import PartKeeper
 from pipeline.wiring.rerolling import Tail
@@ -35,14 +47,6 @@ from pipeline.wiring.state import RunState
 
 if TYPE_CHECKING:
     from pipeline.wiring.outside import StreamFeed
-
-
-class PoolSide(Slots, Limits, Protocol):
-    """What the producer asks of the pool."""
-
-    def pump(self) -> None: ...
-
-    def cut_group(self, uid: int) -> None: ...
 
 
 class Producer:
@@ -206,13 +210,12 @@ class Producer:
                 self.evaluator.finished(job, rollout)
             return True
         try:
-            fault = check_rollout(rollout, job.item)
+            fault = check_rollout(rollout, job.item, rows=state.experience is not None)
             if fault is not None:
                 self.failed(job, ValueError(f"{job.item}: {fault}"), "not finite")
                 return True
-            oldest = rollout.oldest
-            if oldest is None:  # what it went on from was made by older weights, perhaps
-                oldest = job.version if job._oldest is None else job._oldest
+            begun = job.version if job._oldest is None else job._oldest  # what it went on from may be older
+            oldest = begun if rollout.oldest is None else rollout.oldest
             ages: dict[int, int] | None = None
             if state.masks:
                 oldest, newest, ages = judge(rollout, job.item, started=oldest, now=state.version)
@@ -245,10 +248,11 @@ class Producer:
 
     def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> bool:
         state = self._state
-        if job.parked:
+        if job.parked and state.experience is None:
             self._park(job, rollout, blob, oldest, newest)
             return True
-        segment, offset = state.keep(job.item.uid, job.member, job.life, blob)
+        # What it made lies in the buffer already.
+        segment, offset = (-1, 0) if state.experience else state.keep(job.item.uid, job.member, job.life, blob)
         became = state.record(
             Finished(
                 job.item.uid,
@@ -419,7 +423,8 @@ class Producer:
             state.record(draw.began)
         task = state.tasks[draw.task]
         uid = state.ledger.next_uid
-        claimed = Claimed(uid, draw.task, draw.epoch, draw.position, draw.index, task.group_size, task.min_group)
+        kind = TRAIN if state.experience is None else EPISODE
+        claimed = Claimed(uid, draw.task, draw.epoch, draw.position, draw.index, task.group_size, task.min_group, kind)
         if state.learners and draw.task in state.learners:
             claimed = msgspec.structs.replace(claimed, content=self._kept(draw))
         state.record(claimed)
@@ -471,7 +476,8 @@ class Producer:
     def _gather_facts(self) -> RunFacts:
         state = self._state
         keep = self._parts.save if state.options.partial else None
-        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self._slots, keep)
+        extend = None if state.experience is None else state.experience.extend
+        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self._slots, keep, extend)
         return self._facts
 
     def _version_now(self) -> int:

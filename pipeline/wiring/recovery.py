@@ -16,9 +16,9 @@ from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.fold import ProducerFold, pending_batches
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.lines import PRODUCER_FILE, Line, read_inherited
+from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY_BUFFER
 from pipeline.checkpoint.manifest import CONSUMER_FILE as CONSUMER_FILE
 from pipeline.checkpoint.manifest import PROGRESS_FILE as PROGRESS_FILE
-from pipeline.checkpoint.manifest import REPLAY_BUFFER
 from pipeline.checkpoint.manifest import TRAINER_FOLDER as TRAINER_FOLDER
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
@@ -31,6 +31,7 @@ from pipeline.store.journal import JournalPosition, Logged, read_journal, read_j
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.wiring.evaluations import Evaluations
+from pipeline.wiring.experience import Feed, Reading, RowsFold
 
 _UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What an event that no pipeline wrote may raise when it is applied."""
@@ -61,6 +62,8 @@ class Recovered(NamedTuple):
     """And after that: what sources that learn had been told."""
     parts: Sequence[PartSaved] = ()
     """And what attempts of a run that was forked had kept."""
+    rows: Reading | None = None
+    """The buffer of transitions, where rollouts fill one."""
     unknown_half: Mapping[str, Any] = MappingProxyType({})
     """Fields of the consumer half that this version does not know."""
 
@@ -95,6 +98,7 @@ def recover_run(
     opened: Opened,
     line: Line,
     torn: Callable[[str, int, int], None] | None = None,
+    feed: Feed | None = None,
 ) -> Recovered:
     """Read what a generation says of the run, and fold the journals, changing nothing. Blocks.
 
@@ -103,8 +107,10 @@ def recover_run(
 
     Raises:
         Damaged: something that was promised to be there is missing or changed.
-        UsageError: the seed is not the run's.
+        UsageError: the seed is not the run's; or it has a buffer of transitions (``feed``) and had none, or the
+            reverse.
     """
+    _check_buffer(stored, feed)
     half, unknown_half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
     path = os.path.join(stored.folder, PROGRESS_FILE)
     with open_plain(path) as file:
@@ -113,7 +119,7 @@ def recover_run(
     if REPLAY_BUFFER in stored.manifest.left_out:
         recovered = _recover_without_buffer(saved)
     else:
-        recovered = _recover_from_journals(saved, torn)
+        recovered = _recover_from_journals(saved, torn, feed)
     return recovered._replace(unknown_half=unknown_half)
 
 
@@ -132,9 +138,18 @@ class Saved(NamedTuple):
     unknown: dict[str, Any]
 
 
-def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] | None) -> Recovered:
+def _check_buffer(stored: Stored, feed: Feed | None) -> None:
+    if feed is None and any(info.path == BLOCKS_FILE for info in stored.manifest.files):
+        raise UsageError(
+            f"{stored.folder}: the rollouts of this run fill a buffer of transitions; build the Pipeline with buffer="
+        )
+
+
+def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] | None, feed: Feed | None) -> Recovered:
     layout, run_tag, opened, half = saved.layout, saved.run_tag, saved.opened, saved.half
     manifest = saved.stored.manifest
+    # Read first: it says clearly if this buffer is not that of the run.
+    rows = None if feed is None else feed.read(layout, run_tag, saved.stored)
     folded = Fold(half, saved.plans, seed=saved.seed, line=manifest, discarded=saved.line.discarded)
     positions = _fold_journals(layout, saved.stored, folded, run_tag, saved.line.unneeded, torn)
     ledger, partials = folded.ledger, folded.partials
@@ -145,6 +160,8 @@ def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] |
     _check_payloads(layout, run_tag, ledger, kept)
     _read_partials(layout, run_tag, ledger, partials)
     folded.evaluations.apply(opened.incarnation, opened.rank, opened)
+    if rows is not None:
+        folded.rows.redo(rows, PayloadReader(layout, run_tag), opened.version)
     return Recovered(
         ledger,
         folded.sampler,
@@ -157,6 +174,7 @@ def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] |
         folded.evaluations,
         partials,
         folded.set_aside,
+        rows=rows,
     )
 
 
@@ -252,6 +270,7 @@ class Fold(ProducerFold):
         """As :class:`ProducerFold`; ``seed`` is the run's as it is given now."""
         super().__init__(half, plans, seed=seed, **more)
         self.evaluations = Evaluations()
+        self.rows = RowsFold(self.positions)
         self._seed = seed
 
     def apply(self, logged: Logged) -> bool:
@@ -267,6 +286,7 @@ class Fold(ProducerFold):
         counts = super().apply(logged)
         if counts:
             self.evaluations.apply(logged.incarnation, logged.rank, logged.event)
+            self.rows.apply(logged)
         return counts
 
 

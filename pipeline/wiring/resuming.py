@@ -126,14 +126,9 @@ def find_to_resume(
             opened=opened,
             line=line,
             torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
+            feed=None if state.experience is None else state.experience.feed,
         )
-        if origin.forked:
-            return Found(stored, states, recovered, opened, origin)
-        # Where each journal ended is said for good: its writer may not know yet that it was overtaken, and go on.
-        ends = [each for each in recovered.positions if (each.incarnation, each.rank) not in line.unneeded]
-        discarded = sorted((each.incarnation, each.rank, each.sequence) for each in ends)
-        begins = msgspec.structs.replace(opened, discarded=discarded)
-        return Found(stored, states, recovered, begins, origin)
+        return Found(stored, states, recovered, _with_ends(opened, recovered, line, origin), origin)
 
     try:
         return recover(line)
@@ -147,13 +142,25 @@ def find_to_resume(
         return recover(cut_off(line, tails))
 
 
+def _with_ends(opened: Opened, recovered: Recovered, line: Line, origin: Origin) -> Opened:
+    """Return ``opened``, which says for good where each journal ended: its writer may not know yet that it was
+    overtaken, and go on."""
+    if origin.forked:
+        return opened
+    ends = [each for each in recovered.positions if (each.incarnation, each.rank) not in line.unneeded]
+    discarded = sorted((each.incarnation, each.rank, each.sequence) for each in ends)
+    return msgspec.structs.replace(opened, discarded=discarded)
+
+
 def _line_of(state: RunState, origin: Origin, stored: Stored, reusable: Sequence[int] | None) -> Line:
     """Return which events count for the generation that is resumed."""
     layout, manifest = origin.layout, stored.manifest
     line = find_line(layout, origin.tag, manifest, discard=state.options.after_crash == "discard")
-    if reusable is None or manifest.generation in reusable or not let_go_since(layout, origin.tag, manifest, line):
+    whole = reusable is None or manifest.generation in reusable
+    if (whole and state.experience is None) or not let_go_since(layout, origin.tag, manifest, line):
         return line
-    # One that is kept for good does not keep what came after it: that is set aside, and run again.
+    # One that is kept for good does not keep what came after it, and with durability='none' rows are written by the
+    # next generation alone: all of it is set aside, and run again.
     state.log.warning(events.RUN_SET_ASIDE, generation=manifest.generation, step=manifest.step)
     return find_line(layout, origin.tag, manifest, discard=True)
 
@@ -226,6 +233,8 @@ def adopt(state: RunState, found: Found) -> None:
     """Put what was recovered in use, in memory."""
     recovered = found.recovered
     recovered.sampler.teach()
+    if state.experience is not None and recovered.rows is not None:
+        state.experience.feed.adopt(recovered.rows)
     for uid, members in recovered.places.items():
         for member, place in members.items():
             state.buffer.storage.put(uid, member, None, place)

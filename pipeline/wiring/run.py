@@ -39,6 +39,7 @@ from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
+from pipeline.wiring.experience import Experience, Feed
 from pipeline.wiring.folder import RunFolder
 from pipeline.wiring.outside import Outside, StreamFeed
 from pipeline.wiring.pacing import Pacing
@@ -77,9 +78,13 @@ class Run:
         engine: Engine | None = None,
         inline: bool | Literal["eager"] = False,
         on_commit: OnCommit | None = None,
+        feed: Feed | None = None,
     ) -> None:
         self.options = options
         self.state = RunState(tasks, options)
+        if feed is not None:
+            self.state.experience = Experience(feed, self.state)
+            self.state.ledger.free_steps = True
         self.producer = Producer(self.state)
         self.consumer = Consumer(self.state, self.producer, self._the_pool, self.in_thread)
         self.outside = Outside(self.state, self.producer, self._the_pool)
@@ -253,6 +258,10 @@ class Run:
         if unknown:
             raise ConfigError.of("restart", sorted(unknown), f"the run's tasks are {', '.join(self.state.tasks)}")
         folder = self._folder
+        if from_ is not None and self.state.experience is not None:
+            raise UsageError(
+                "resume(from_=): the rows of another run cannot be taken over; copy its folder, and resume() the copy"
+            )
         if from_ is not None and (folder is None or folder.used):
             raise UsageError(
                 f"resume(from_={from_!r}) begins a new run: directory={self.options.directory!r} must name a "
@@ -300,6 +309,7 @@ class Run:
         saver.reclaimed = found.stored.manifest.reclaimed
         saver.base = found.stored.manifest.base if found.recovered.inherited is None else state.incarnation
         await saver.acquire()
+        capture = None
         try:
             if not found.origin.forked:
                 since = found.stored.manifest.incarnation
@@ -312,6 +322,8 @@ class Run:
             link_trainer(capture, found.stored)
             await self.in_thread(capture.write_trainer)
         except BaseException:
+            if capture is not None:
+                capture.let_rows_go()
             saver.release()
             raise
         await saver.finish(capture)

@@ -7,7 +7,7 @@ is allowed; after that the trainer goes on, and ``finish`` flushes the journal, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 
 from pipeline.checkpoint.generations import RETRY, GenerationWriter, Stored
 from pipeline.checkpoint.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
-from pipeline.checkpoint.manifest import REPLAY_BUFFER, FileInfo, Manifest
+from pipeline.checkpoint.manifest import REPLAY_BUFFER, TRAINER_FOLDER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.checkpoint.triggers import CheckpointRequest
 from pipeline.errors import ForebayError, WriteFailed
@@ -25,10 +25,11 @@ from pipeline.sampler.progress import encode_progress, rolled_back
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import Layout, RunFile, SegmentKey
-from pipeline.store.segments import SegmentInfo
-from pipeline.store.service import RunBlocking
+from pipeline.store.segments import Block, SegmentInfo
+from pipeline.store.service import RunBlocking, WriterService
 from pipeline.waiting import Signal
 from pipeline.wiring.collecting import DeadSegments, listed_segments, live_segments
+from pipeline.wiring.experience import RowsCapture
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE
 from pipeline.wiring.retention import Retention
 from pipeline.wiring.state import RunState, window_marks
@@ -72,13 +73,15 @@ class Capture:
 
     def __init__(self, writer: GenerationWriter, saving: Saving, manifest: Manifest, sequence: int) -> None:
         self.writer, self.saving, self.manifest, self.sequence = writer, saving, manifest, sequence
-        self.small: dict[str, bytes] = {}
+        self.small: dict[str, bytes | memoryview] = {}
         self.states: list[CapturedState] = []
         self.links: list[tuple[str, FileInfo]] = []
         self.live: dict[SegmentKey, int] = {}
         """Bytes of what was live, by segment."""
         self.open_segment = 0
         """The number of the segment that was being written; those before it had ended."""
+        self.rows: RowsCapture | None = None
+        """The buffer of transitions, where rollouts fill one."""
         self.request: CheckpointRequest | None = None
         """What triggers had asked for, and this generation answers."""
 
@@ -98,7 +101,13 @@ class Capture:
 
     def abandon(self) -> None:
         """Remove what was written aside, as far as the disk lets us; the next commit tries again."""
+        self.let_rows_go()
         self.writer.abandon()
+
+    def let_rows_go(self) -> None:
+        """Nothing more is written of it: rows of the buffer may be overwritten."""
+        if self.rows is not None:
+            self.rows.close()
 
 
 class Saver:
@@ -206,6 +215,8 @@ class Saver:
             msgspec.json.format(msgspec.json.encode({**state.unknown_half, **msgspec.to_builtins(half)})) + b"\n"
         )
         capture.small[PROGRESS_FILE] = encode_progress(progress, state.unknown_progress)
+        if state.experience is not None:
+            capture.rows = state.experience.feed.capture()
         return capture
 
     async def finish(self, capture: Capture) -> Stored:
@@ -241,6 +252,8 @@ class Saver:
         state = self._state
         assert state.writer is not None
         try:
+            if capture.rows is not None:
+                await self._write_rows(capture, capture.rows, state.writer)
             position, written = await state.writer.sync()
             # The journal may have gone on since the capture; what counts is where it stood then.
             own = msgspec.structs.replace(position, sequence=capture.sequence, segment=capture.open_segment)
@@ -256,6 +269,20 @@ class Saver:
             cut = WriteFailed(f"generation {saving.generation} was cut off before it was committed: {why}")
             saving.end(error if isinstance(error, ForebayError) else cut)
             raise
+
+    async def _write_rows(self, capture: Capture, rows: RowsCapture, writer: WriterService) -> None:
+        """Write those rows of the buffer that are in no segment, or in many small blocks; the rest is there."""
+        assert self._state.experience is not None
+        blocks, pieces = rows.kept(), rows.pieces()
+        while (piece := await self._in_thread(lambda: next(pieces, None))) is not None:
+            at = writer.writer.place(piece.blob, piece.first, 0, 0)
+            blocks.append(Block.at(piece.first, piece.rows, at))
+            await writer.flush()
+        for block in blocks:
+            capture.live[block.segment_key] = capture.live.get(block.segment_key, 0) + block.length
+        self._state.experience.feed.lie_in(blocks)
+        files: Mapping[str, bytes | memoryview] = await self._in_thread(lambda: rows.files(blocks))
+        capture.small |= files
 
     async def finish_later(self, capture: Capture) -> None:
         """:meth:`finish`, with the error kept for whoever waits for the saving, and for the next verb."""
@@ -290,7 +317,7 @@ class Saver:
 
 
 def link_trainer(capture: Capture, stored: Stored) -> None:
-    """Let a generation take over the files of another by reference: all but what it writes anew."""
+    """Let a generation take over the trainer's files of another by reference; all else it writes anew."""
     for info in stored.manifest.files:
-        if info.path not in (CONSUMER_FILE, PROGRESS_FILE, PRODUCER_FILE):
+        if info.path.split("/")[0] in (TRAINER_FOLDER, OWN_FILES):
             capture.links.append((os.path.join(stored.folder, info.path), info))

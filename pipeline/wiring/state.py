@@ -38,6 +38,7 @@ from pipeline.store.service import WriterService
 from pipeline.task import Task
 from pipeline.waiting import Signal
 from pipeline.wiring.evaluations import Evaluations
+from pipeline.wiring.experience import Experience
 from pipeline.wiring.mixing import Mixing
 from pipeline.wiring.rerolling import too_old_members
 
@@ -47,6 +48,8 @@ class RunState:
 
     unknown_half: Mapping[str, object] = MappingProxyType({})
     """Fields of the saved consumer half that this version does not know: they are saved again."""
+    experience: Experience | None = None
+    """The buffer of transitions that rollouts fill; then they make no batches."""
 
     def __init__(self, tasks: Sequence[Task], options: PipelineOptions) -> None:
         self.options = options
@@ -126,6 +129,8 @@ class RunState:
             return None
         if self.partials.by_uid:
             self.partials.apply(self.incarnation, self.options.rank, event)
+        if self.experience is not None:
+            self.experience.apply(event)
         if kind is Finished:
             if became is not None:
                 if self.in_draw_order:
@@ -279,6 +284,7 @@ class RunState:
     def rebuild(self, ledger: Ledger, sampler: Sampler, pending: Iterable[Lease]) -> None:
         """Take over what recovery found: fill the selection with what is buffered and not pending."""
         self.ledger, self.sampler = ledger, sampler
+        self.ledger.free_steps = self.experience is not None
         self.pending = deque(pending)
         reserved = {uid for lease in self.pending for uid in lease.uids}
         fresh = self._new_buffer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,8 @@ class GroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
     leased: int
     trained: int
     dropped: int
+    retired: int = 0
+    """Episodes that ended, where rollouts fill a buffer of transitions."""
 
 
 class RolloutStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +107,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     queued_bytes: int
     """Bytes that wait to be written."""
     tasks: dict[str, TaskStatistics]
+    rows: Any = None
+    """How the buffer of transitions stands, if rollouts fill one: a :class:`~pipeline.ReplayStatistics`."""
 
 
 def take_statistics(state: RunState, pool: Pool | None, last: BatchStatistics) -> Statistics:
@@ -123,6 +128,7 @@ def take_statistics(state: RunState, pool: Pool | None, last: BatchStatistics) -
             leased=ledger.count(LEASED),
             trained=sum(each.trained for each in totals),
             dropped=sum(sum(each.dropped.values()) for each in totals),
+            retired=sum(each.retired for each in totals),
         ),
         rollouts=RolloutStatistics(
             in_flight=pool.in_flight if pool else 0,
@@ -143,6 +149,7 @@ def take_statistics(state: RunState, pool: Pool | None, last: BatchStatistics) -
         batch=last,
         queued_bytes=state.writer.writer.queued_bytes if state.writer else 0,
         tasks={name: _task(ledger.counts[name], each) for name, each in ledger.totals.items()},
+        rows=None if state.experience is None else state.experience.feed.statistics(),
     )
 
 

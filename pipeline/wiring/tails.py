@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.lines import Line
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.records import Evaluated
+from pipeline.records import Added, Evaluated
 from pipeline.store.journal import JournalPosition, payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout, segment_key
 from pipeline.store.segments import PayloadReader, Place
@@ -74,7 +74,8 @@ def cut_off(line: Line, tails: list[Tail]) -> Line:
 
 
 def let_go_since(layout: Layout, run_tag: int, manifest: Manifest, line: Line) -> bool:
-    """Whether payloads that came after a generation, and that a resume of it would use, lie in no segment any more."""
+    """Whether payloads that came after a generation, and that a resume of it would use, lie in no segment: any more,
+    or, being rows of a buffer, yet."""
     caps = {(incarnation, rank): last for incarnation, rank, last in line.discarded}
     positions = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
     there = {segment_key(name) for name in layout.list_segments()}
@@ -84,6 +85,8 @@ def let_go_since(layout: Layout, run_tag: int, manifest: Manifest, line: Line) -
             continue
         for logged in read_journal(name, run_tag=run_tag):
             if positions.get(key, 0) < logged.sequence <= caps.get(key, logged.sequence):
+                if isinstance(logged.event, Added) and logged.event.segment < 0:
+                    return True
                 place = payload_place(logged)
                 at = None if place is None or isinstance(logged.event, Evaluated) else place[2]
                 if at is not None and at.segment_key not in there:

@@ -242,7 +242,8 @@ class Triggers:
     @property
     def known(self) -> bool:
         """Whether the trainer's state is that of the last step trained: nothing is leased that it may hold already."""
-        return not self._state.ledger.leases
+        experience = self._state.experience
+        return not self._state.ledger.leases and not (experience is not None and experience.drawn)
 
     def _let_go(self) -> None:
         for scope, stop_only in self._waits:

@@ -80,6 +80,12 @@ class Weights:
             raise ConfigError.of(
                 "running", running, "with partial=False a rollout has one version: 'finish' or 'abort' what runs"
             )
+        if running == "finish" and self._state.experience is not None:
+            raise ConfigError.of(
+                "running",
+                running,
+                "rollouts that wait for the buffer's limiter would never end; 'keep' them or 'abort'",
+            )
         self._state.updating = True
         try:
             if self._pacing is not None and running == "keep":

@@ -18,7 +18,7 @@ from pipeline import ForebayError, Rollout
 from pipeline.checkpoint.lines import read_inherited
 from pipeline.checkpoint.manifest import FileInfo, Manifest, decode_manifest, encode_manifest
 from pipeline.checkpoint.trainer_state import CapturedState, read_state
-from pipeline.records import Claimed, Finished, HeldItem, Inherited, Item, Opened, SourceMark
+from pipeline.records import Added, Claimed, Finished, HeldItem, Inherited, Item, Opened, SourceMark
 from pipeline.sampler.progress import Progress, decode_progress, encode_progress
 from pipeline.store.codec import pack, read_blob, read_header, unpack
 from pipeline.store.files import OsFiles
@@ -136,6 +136,7 @@ class Targets:
             Opened(1, discarded=[(1, 0, 3)]),
             Claimed(1, "a", 0, 4, 2, 3, 2, "train", b"c"),
             Finished(1, 0, 2, -0.0, 5, 7),
+            Added(1, 0, 2, 5, 2**40, 100, 7, 3, 2**40, 4096),
         ]
         info = {"text": "ok \ud83d", "pair": (5, 2**70), 7: [None, b"\x00", {"deep": [1.5, True]}]}
         rollout = Rollout({"ids": torch.arange(5), "half": torch.ones(2, 2, dtype=torch.bfloat16)}, info={"more": info})

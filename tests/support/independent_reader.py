@@ -12,7 +12,7 @@ from msgspec import msgpack
 
 HEADER = struct.Struct("<4sBBHIIQQIIQQII")
 PENDING, FINISHED, GIVEN_UP, PARKED = 0, 2, 3, 4
-UNUSED = {"open", "mix", "epoch", "start", "intr", "part", "aged", "feed", "eval", "close", "batch"}
+UNUSED = {"open", "mix", "epoch", "start", "intr", "part", "aged", "feed", "eval", "close", "batch", "rows"}
 
 
 class Run:

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError
 from pipeline.records import (
+    Added,
     Aged,
     AnyEvent,
     BatchHint,
@@ -57,6 +58,7 @@ EVENTS_OF_ALL_KINDS: list[AnyEvent] = [
     Feedback("a", 1, 9, 0.25),
     Evaluated("a", 7, 9, 2, 2**63 + 1, -0.0, 7, 8, "0f", 3, 2**40, 100, 12, 0.125),
     Aged(1, 0, {5: 40, 7: 2}),
+    Added(1, 0, 2, 5, 2**40, 100, 7, 3, 2**40, 4096),
     Reopened(1, "expired"),
     Reopened(1, "expired", [0, 2], 5, 7, -0.5, 12),
     Dropped(1, "quarantined"),

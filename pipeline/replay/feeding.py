@@ -1,0 +1,259 @@
+"""A replay buffer as its pipeline sees it: rows come from rollouts, and are saved with the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import safetensors.torch
+
+from pipeline.buffer.transitions.batch import TransitionBatch
+from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block, encode_block, rows_of_block
+from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.layout import END, OPEN
+from pipeline.buffer.transitions.limiter import Counts
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.checkpoint.generations import Stored
+from pipeline.checkpoint.manifest import BLOCKS_FILE
+from pipeline.config import ReplayOptions
+from pipeline.errors import ConfigError, Damaged, UsageError
+from pipeline.records import Added, Location
+from pipeline.replay.job import Job, Piece, merged_from
+from pipeline.replay.loading import ReadRows, read_state
+from pipeline.replay.parts import Parts, restore, state_of, values_of
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, encode_state
+from pipeline.store.layout import Layout
+from pipeline.store.segments import Block
+from pipeline.wiring.experience import Reading
+
+if TYPE_CHECKING:
+    from pipeline.replay.buffer import ReplayBuffer
+
+
+_MOST_INLINE = 1 << 20  # bytes; a larger copy takes longer than the loop may be held
+
+
+class Inside(NamedTuple):
+    """What of a buffer its feed needs beside the verbs."""
+
+    parts: Callable[[], Parts]
+    parts_of: Callable[[Ring], Parts]
+    """Parts of a buffer of the rows of a ring, as they are at the beginning."""
+    use: Callable[[Parts, int], None]
+    """Go on with other parts, and so many late updates of priorities."""
+    extend: Callable[..., Sequence[int]]
+    counts: Callable[[], tuple[Counts, int]]
+    """The limiter's, and the late updates."""
+
+
+def check_feedable(options: ReplayOptions, ring: Ring) -> None:
+    """Refuse a buffer that a pipeline cannot fill.
+
+    Raises:
+        ConfigError: an option of it is in the way.
+        UsageError: it holds rows already, or is another pipeline's.
+    """
+    for option, value, why in (
+        ("directory", options.directory, "the pipeline's directory= holds its rows as well"),
+        ("storage", options.storage if options.storage != "memory" else None, "a pipeline's rows lie in this process"),
+        ("share_next_obs", options.share_next_obs or None, "a pipeline's rows hold their own next observations"),
+        ("remove", options.remove if options.remove.by != "fifo" else None, "a pipeline's oldest rows go first"),
+    ):
+        if value is not None:
+            raise ConfigError.of(option, value, f"of a buffer that a pipeline fills: {why}; leave it out")
+    if ring.added:
+        raise UsageError("the buffer holds rows that no rollout of this run made; give the pipeline an empty one")
+
+
+class Captured:
+    """What a generation holds of a buffer, as of one moment."""
+
+    def __init__(self, job: Job, blocks: list[Block]) -> None:
+        """Args:
+        job: the rows that are to be written, and the state.
+        blocks: where rows lie already.
+        """
+        self._job, self._blocks = job, blocks
+
+    def kept(self) -> list[Block]:
+        """Return those of the blocks on the disk that it needs."""
+        return self._job.kept(self._blocks)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the rows that are to be written. Blocks, and belongs to one thread."""
+        return self._job.pieces()
+
+    def files(self, blocks: Sequence[Block]) -> dict[str, bytes | memoryview]:
+        """Return its files, by their paths; ``blocks`` are where all its rows lie. Blocks."""
+        files: dict[str, bytes | memoryview] = {
+            STATE_FILE: encode_state(self._job.state, {}),
+            BLOCKS_FILE: msgspec.msgpack.encode(sorted(blocks, key=lambda block: block.first)),
+        }
+        for name, values in self._job.values.items():
+            raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            files[f"{VALUES_FOLDER}/{name}"] = memoryview(raw.data)
+        return files
+
+    def close(self) -> None:
+        """Let rows be overwritten that were not copied."""
+        self._job.close()
+
+
+class Restored:
+    """A buffer as a generation holds it, and as it became after that; nothing of it is in use."""
+
+    def __init__(self, parts: Parts, blocks: list[Block], stale_updates: int) -> None:
+        self.parts, self.blocks, self.stale_updates = parts, blocks, stale_updates
+
+    def add(self, blob: bytes, event: Added, at: Location, version: int) -> None:
+        """Add the rows of a block that came later; of weights no newer than ``version``.
+
+        Raises:
+            Damaged: they are not those that are to come next, or not of these columns.
+        """
+        ring, where = self.parts.ring, f"rows {event.first} to {event.first + event.count}"
+        if ring.added != event.first:
+            raise Damaged(f"{where}: the next are to be those from {ring.added} on; a journal is missing, or changed")
+        if ring.storage.schema is None:
+            ring.storage.shape(_schema_of(blob, where))
+        assert ring.storage.schema is not None
+        arrays = decode_block(blob, ring.storage.schema, event.count, where)
+        ends = arrays[END]
+        columns = {name: array for name, array in arrays.items() if name not in KEPT_MARKS}
+        codes = ends if (ends != OPEN).any() else None
+        ring.extend(columns, event.count, np.array([event.env]), codes, min(event.version, version))
+        self.parts.drawer.added(event.first, event.count)
+        self.parts.counts.added += event.count
+        self.blocks.append(Block.at(event.first, event.count, at))
+
+    def cut(self, env: int | None) -> None:
+        """End the open episode of an environment, or of all."""
+        self.parts.ring.cut(env)
+
+
+class ReplayFeed:
+    """The buffer's side; see :class:`pipeline.wiring.experience.Feed`. Rows are added on the event loop alone."""
+
+    def __init__(self, buffer: ReplayBuffer, inside: Inside) -> None:
+        self._buffer, self._inside = buffer, inside
+        self._blocks: list[Block] = []
+
+    def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
+        """Add rows, and return the key of the first, and how many they are."""
+        buffer = self._buffer
+        with buffer.gate.lock:
+            first = buffer.ring.added
+            self._inside.extend(rows, env, None, None, version, 0)
+            count = buffer.ring.added - first
+        buffer.gate.changed()
+        return first, count
+
+    def encode(self, first: int, count: int) -> memoryview:
+        """Return a block of rows that are there, as bytes."""
+        with self._buffer.gate.lock:
+            return encode_block(self._buffer.ring, first, count)
+
+    def may_add(self, rows: Any) -> Callable[[], object]:
+        """Return what says whether the limiter lets the rows in now.
+
+        Raises:
+            ConfigError: it never does, or they are no rows.
+        """
+        buffer = self._buffer
+        schema = buffer.schema or Schema.of(rows)
+        _, count = schema.check(rows)
+        if count > buffer.options.capacity:
+            raise ConfigError(
+                f"{count} rows at once, and the buffer holds capacity={buffer.options.capacity}: add fewer at once",
+                option="rows",
+            )
+        self._inside.counts()[0].check_add(count, len(buffer))
+        return lambda: buffer.can_add(count)
+
+    def wait_for(self, may: Callable[[], object]) -> Awaitable[None]:
+        """Wait until ``may`` holds."""
+        return self._buffer.gate.wait_for(may)
+
+    def sample(self, count: int, how: Mapping[str, Any]) -> TransitionBatch:
+        """Return a batch, at once; see :meth:`~pipeline.ReplayBuffer.sample`."""
+        return self._buffer.sample(count, timeout=0, **how)
+
+    def large(self, count: int, how: Mapping[str, Any]) -> bool:
+        """Whether a batch is better drawn in a thread."""
+        row_bytes = self._buffer.ring.storage.row_bytes * max(1, how.get("stack", 1), how.get("n_step", 1))
+        return count * row_bytes > _MOST_INLINE or bool(how.keys() & {"slices", "where", "hindsight"})
+
+    def cut(self, env: int | None) -> None:
+        """End the open episode of an environment, or of all."""
+        with self._buffer.gate.lock:
+            self._buffer.ring.cut(env)
+
+    def wrote(self, first: int, count: int, at: Location) -> None:
+        """Take in where rows lie."""
+        self._blocks.append(Block.at(first, count, at))
+
+    def lie_in(self, blocks: Sequence[Block]) -> None:
+        """Take in where the rows lie that a generation holds; what was added since lies where it was said to."""
+        known = sorted(blocks, key=lambda block: block.first)
+        end = known[-1].first + known[-1].count if known else 0
+        self._blocks = known + [block for block in self._blocks if block.first >= end]
+
+    def capture(self) -> Captured:
+        """Capture everything as of now."""
+        buffer = self._buffer
+        with buffer.gate.lock:
+            parts, ring = self._inside.parts(), buffer.ring
+            parts.written.captured = ring.added
+            self._blocks = [block for block in self._blocks if block.first + block.count > ring.oldest]
+            begin = merged_from(self._blocks, rows_of_block(ring))
+            first = self._blocks[begin].first if begin < len(self._blocks) else self._end_of_blocks()
+            state = state_of(parts, buffer.options, self._inside.counts()[1])
+            return Captured(Job(ring, buffer.gate, state, values_of(parts), first), list(self._blocks))
+
+    def _end_of_blocks(self) -> int:
+        return self._blocks[-1].first + self._blocks[-1].count if self._blocks else 0
+
+    def read(self, layout: Layout, run_tag: int, stored: Stored) -> Restored:
+        """Read what a generation holds. Blocks.
+
+        Raises:
+            Damaged: it cannot be read.
+            UsageError: the generation is of a run without a buffer, or its rows are not those of this one.
+        """
+        if not os.path.exists(os.path.join(stored.folder, STATE_FILE)):
+            raise UsageError(
+                f"{stored.folder}: the run was begun without a buffer; build the Pipeline without buffer=, or choose "
+                "another directory"
+            )
+        buffer = self._buffer
+        found: ReadRows = read_state(layout, run_tag, stored, buffer.ring)
+        parts = self._inside.parts_of(found.ring)
+        try:
+            restore(parts, buffer.options, found.state, found.values)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{stored.folder}: the buffer's state does not fit together ({error!r})") from None
+        return Restored(parts, found.blocks, found.state.stale_updates)
+
+    def adopt(self, reading: Reading) -> None:
+        """Go on with what :meth:`read` gave."""
+        assert isinstance(reading, Restored)
+        with self._buffer.gate.lock:
+            self._inside.use(reading.parts, reading.stale_updates)
+        self._blocks = reading.blocks
+        self._buffer.gate.changed()
+
+    def statistics(self) -> Any:
+        """Return how the buffer stands."""
+        return self._buffer.statistics()
+
+
+def _schema_of(blob: bytes, where: str) -> Schema:
+    """Return the columns of a block."""
+    try:
+        tensors = safetensors.torch.load(blob)
+    except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
+        raise Damaged(f"{where}: no block of rows ({error})") from None
+    return Schema.of({name: tensor for name, tensor in tensors.items() if name not in KEPT_MARKS})

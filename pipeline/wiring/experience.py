@@ -1,0 +1,340 @@
+"""A run whose rollouts make rows of a buffer of transitions, and no batches.
+
+The buffer is the run's: what an attempt adds is one block of rows and one event, and lies in a segment before the event
+does. What the trainer has seen of it (draws, priorities, the limiter's count) goes into generations only, as every
+consumer half does. Recovery takes the buffer of the generation, and lets what came after it happen again, in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pipeline.config import PipelineOptions
+from pipeline.errors import ConfigError, Damaged, UsageError
+from pipeline.records import (
+    EVALUATION,
+    Added,
+    AnyEvent,
+    Dropped,
+    Failed,
+    Finished,
+    Interrupted,
+    Location,
+    Opened,
+)
+from pipeline.store.journal import Logged
+from pipeline.store.segments import Block, PayloadReader
+from pipeline.task import Task
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.generations import Stored
+    from pipeline.runner.context import Context
+    from pipeline.store.layout import Layout
+    from pipeline.wiring.state import RunState
+
+
+class Piece(Protocol):
+    """Rows on their way to the disk."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def blob(self) -> memoryview: ...
+
+
+class RowsCapture(Protocol):
+    """What a generation holds of the buffer, as of one moment."""
+
+    def kept(self) -> list[Block]:
+        """Return those of the blocks on the disk that it needs."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the rows that are to be written. Blocks, and belongs to one thread."""
+        ...
+
+    def files(self, blocks: Sequence[Block]) -> Mapping[str, bytes | memoryview]:
+        """Return its files, by their paths; ``blocks`` are where all its rows lie. Blocks."""
+        ...
+
+    def close(self) -> None:
+        """Let rows be overwritten that were not copied."""
+        ...
+
+
+class Reading(Protocol):
+    """A buffer as a generation holds it, in memory of its own: nothing of it is in use."""
+
+    def add(self, blob: bytes, event: Added, at: Location, version: int) -> None:
+        """Add the rows of a block that came later; of weights no newer than ``version``."""
+        ...
+
+    def cut(self, env: int | None) -> None:
+        """End the open episode of an environment, or of all."""
+        ...
+
+
+class Feed(Protocol):
+    """The side of a replay buffer that its run sees; see :mod:`pipeline.replay.feeding`."""
+
+    def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
+        """Add rows, and return the key of the first, and how many they are."""
+        ...
+
+    def encode(self, first: int, count: int) -> memoryview:
+        """Return a block of rows that are there, as bytes."""
+        ...
+
+    def may_add(self, rows: Any) -> Callable[[], object]:
+        """Return what says whether the limiter lets the rows in now."""
+        ...
+
+    def wait_for(self, may: Callable[[], object]) -> Awaitable[None]:
+        """Wait until ``may`` holds."""
+        ...
+
+    def sample(self, count: int, how: Mapping[str, Any]) -> Any:
+        """Return a batch, at once.
+
+        Raises:
+            TimedOut: the limiter does not let it out; the error tells when it may.
+        """
+        ...
+
+    def large(self, count: int, how: Mapping[str, Any]) -> bool:
+        """Whether a batch is better drawn in a thread."""
+        ...
+
+    def cut(self, env: int | None) -> None:
+        """End the open episode of an environment, or of all."""
+        ...
+
+    def wrote(self, first: int, count: int, at: Location) -> None:
+        """Take in where rows lie."""
+        ...
+
+    def lie_in(self, blocks: Sequence[Block]) -> None:
+        """Take in where the rows lie that a generation holds."""
+        ...
+
+    def capture(self) -> RowsCapture:
+        """Capture everything as of now."""
+        ...
+
+    def read(self, layout: Layout, run_tag: int, stored: Stored) -> Reading:
+        """Read what a generation holds. Blocks.
+
+        Raises:
+            Damaged: it cannot be read.
+            UsageError: the rows there are not those of this buffer.
+        """
+        ...
+
+    def adopt(self, reading: Reading) -> None:
+        """Go on with what was read."""
+        ...
+
+    def statistics(self) -> Any:
+        """Return how the buffer stands."""
+        ...
+
+
+class Fillable(Protocol):
+    """A buffer that a run can fill, such as :class:`~pipeline.ReplayBuffer`."""
+
+    def feed(self) -> Feed:
+        """Return the side of it that the run sees; from then on nobody else adds rows.
+
+        Raises:
+            ConfigError: an option of it is in the way.
+            UsageError: it holds rows already.
+        """
+        ...
+
+
+_OF_GROUPS = {
+    "max_staleness": None,
+    "batch_groups": None,
+    "capacity": None,
+    "oversample": 1.0,
+    "mixing": "long_run",
+    "staleness_policy": "drop",
+    "strategy": "asynchronous",
+    "order": "finished",
+    "selector": "stalest",
+}
+
+
+def check_rows(tasks: Sequence[Task], options: PipelineOptions) -> None:
+    """Refuse what says how batches of groups are made, where rollouts fill a buffer.
+
+    Raises:
+        ConfigError: names the first such option.
+    """
+    for option, default in _OF_GROUPS.items():
+        value = getattr(options, option)
+        if value != default:
+            raise ConfigError.of(
+                option, value, "says how batches of groups are made, and with buffer= there are none; leave it out"
+            )
+    for task in tasks:
+        for option, value, usual in (("group_size", task.group_size, 1), ("filter", task.filter, None)):
+            if value != usual:
+                raise ConfigError(
+                    f"task {task.name!r}: {option}={value!r}: with buffer= every item is one episode; leave it out",
+                    option=option,
+                )
+
+
+class Episodes:
+    """Which attempt's episode is which environment of the buffer, while it is open."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._free: list[int] = []
+        self._next = 0
+
+    def env_of(self, uid: int) -> int:
+        """Return the environment of an item's open episode, or one for a new one: the event is to tell."""
+        env = self._open.get(uid)
+        if env is not None:
+            return env
+        return self._free[0] if self._free else self._next
+
+    def ended(self, event: AnyEvent) -> tuple[int | None, ...]:
+        """Take an event in, and return the environments whose episodes it ends; None stands for all."""
+        kind = type(event)
+        if kind is Added:
+            self._take(event.uid, event.env)  # type: ignore[union-attr]
+        elif kind is Finished or kind is Failed or kind is Interrupted or kind is Dropped:
+            env = self._open.pop(event.uid, None)  # type: ignore[union-attr]
+            if env is not None:
+                heapq.heappush(self._free, env)
+                return (env,)
+        elif kind is Opened:
+            self._open, self._free, self._next = {}, [], 0
+            return (None,)
+        return ()
+
+    def _take(self, uid: int, env: int) -> None:
+        if uid not in self._open:
+            self._open[uid] = env
+            if self._free and self._free[0] == env:
+                heapq.heappop(self._free)
+            else:
+                self._next = max(self._next, env + 1)
+
+
+class Later(NamedTuple):
+    """Something that happened to the buffer after a generation: rows were added, or an episode ended."""
+
+    added: Added | None
+    at: Location | None
+    env: int | None
+
+
+class RowsFold:
+    """What the journals say of the buffer: collected while they are folded."""
+
+    def __init__(self, positions: Mapping[tuple[int, int], int]) -> None:
+        """Args:
+        positions: the last event of each journal that the generation's own buffer knows of.
+        """
+        self._positions = positions
+        self._episodes = Episodes()
+        self.later: list[Later] = []
+
+    def apply(self, logged: Logged) -> None:
+        """Take in the next event that counts."""
+        incarnation, rank, sequence, event = logged
+        known = sequence <= self._positions.get((incarnation, rank), 0)
+        ended = self._episodes.ended(event)
+        if known:
+            return
+        self.later += [Later(None, None, env) for env in ended]
+        if isinstance(event, Added):
+            at = Location(incarnation, rank, event.segment, event.offset, event.length)
+            self.later.append(Later(event, at, None))
+
+    def redo(self, reading: Reading, reader: PayloadReader, version: int) -> None:
+        """Let what came after the generation happen to its buffer. Blocks.
+
+        Raises:
+            Damaged: a block cannot be read.
+        """
+        for each in self.later:
+            if each.added is None:
+                reading.cut(each.env)
+            elif each.at is not None and each.at.segment >= 0:
+                place = (each.added.first, 0, each.at)
+                reading.add(reader.read_many([place])[each.added.first, 0], each.added, each.at, version)
+            else:
+                raise Damaged(
+                    f"rows {each.added.first} and on were added after the generation, and are in no segment: "
+                    "durability='none' writes them with the next generation"
+                )
+        reading.cut(None)  # whoever played them is not here any more
+
+
+class Experience:
+    """The buffer of a run, and the episodes that are open in it."""
+
+    def __init__(self, feed: Feed, state: RunState) -> None:
+        self.feed = feed
+        self._state = state
+        self._episodes = Episodes()
+        self.waiting = 0
+        """Attempts that wait until the limiter lets their rows in."""
+        self.drawn = False
+        """Whether the trainer has sampled since it last said what the weights hold."""
+
+    def apply(self, event: AnyEvent) -> None:
+        """Take in what happened: an attempt's end is its episode's."""
+        for env in self._episodes.ended(event):
+            self.feed.cut(env)
+
+    async def extend(self, ctx: Context, rows: Any) -> int:
+        """Add the rows of an attempt once there is room for them. Returns how many they are."""
+        state = self._state
+        if ctx.kind == EVALUATION:
+            return 0
+        may = self.feed.may_add(rows)
+        while not self._has_room(may):
+            self.waiting += 1
+            state.changed.notify()  # a waiting trainer may now see that nothing comes
+            try:
+                if state.writer is not None and state.writing and state.writer.writer.full:
+                    await state.writer.room()
+                else:
+                    await self.feed.wait_for(may)
+            finally:
+                self.waiting -= 1
+        entry = state.ledger.entries.get(ctx.uid)
+        if entry is None or not entry.in_flight or entry.attempts[ctx.member] != ctx.attempt:
+            raise UsageError(f"{ctx.item}: attempt {ctx.attempt} has ended; rows are added while it runs")
+        env = self._episodes.env_of(ctx.uid)
+        # None of the rows is older than the block before; what the weights are by now may have made only some of them.
+        version = ctx.version if ctx._since is None else ctx._since
+        first, count = self.feed.extend(rows, env, version)
+        if not count:
+            return 0
+        ctx._since = state.version
+        segment, offset, length = -1, 0, 0
+        if state.writer is not None and state.writing:
+            at = state.writer.writer.place(self.feed.encode(first, count), first, 0, 0)
+            segment, offset, length = at.segment, at.offset, at.length
+            self.feed.wrote(first, count, at)
+        state.record(Added(ctx.uid, ctx.member, ctx.attempt, env, first, count, version, segment, offset, length))
+        state.changed.notify()
+        return count
+
+    def _has_room(self, may: Callable[[], object]) -> bool:
+        writer = self._state.writer
+        full = writer is not None and self._state.writing and writer.writer.full
+        return not full and bool(may())
