@@ -107,7 +107,8 @@ def test_agents_killed_five_times_train_what_a_run_in_peace_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "steps", "least"), [("dqn_cartpole.py", 1200, 1000), ("sac_pendulum.py", 270, 1000)]
+    ("script", "steps", "least"),
+    [("dqn_cartpole.py", 1200, 1000), ("sac_pendulum.py", 270, 1000), ("dqn_pipeline.py", 600, 500)],
 )
 def test_an_off_policy_learner_is_killed_and_goes_on(tmp_path: Path, script: str, steps: int, least: int) -> None:
     """Its learning is `make soak`'s; here it has no time to reach the mark."""
@@ -121,7 +122,7 @@ def test_an_off_policy_learner_is_killed_and_goes_on(tmp_path: Path, script: str
 
 @pytest.mark.skipif(int(os.environ.get("FOREBAY_SOAK", "1")) < 2, reason="minutes")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("script", ["dqn_cartpole.py", "sac_pendulum.py"])
+@pytest.mark.parametrize("script", ["dqn_cartpole.py", "sac_pendulum.py", "dqn_pipeline.py"])
 def test_off_policy_learners_reach_their_marks_though_they_are_killed(script: str) -> None:
     reached = 0
     for seed in range(5):
