@@ -33,7 +33,7 @@ def player(actor):
         env = gymnasium.make("CartPole-v1")
         obs, total, over = env.reset(seed=item["seed"])[0], 0.0, False
         while not over:
-            rows = list[tuple]()
+            rows: list = []
             while not over and len(rows) < AT_ONCE:
                 explores = ctx.rng.random() < max(0.04, 1 - ctx.version / 6_000)
                 with torch.no_grad():
