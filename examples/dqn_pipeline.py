@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -33,7 +34,7 @@ def player(actor):
         env = gymnasium.make("CartPole-v1")
         obs, total, over = env.reset(seed=item["seed"])[0], 0.0, False
         while not over:
-            rows: list = []
+            rows: list[Any] = []
             while not over and len(rows) < AT_ONCE:
                 explores = ctx.rng.random() < max(0.04, 1 - ctx.version / 6_000)
                 with torch.no_grad():
