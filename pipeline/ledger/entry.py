@@ -202,7 +202,8 @@ class TaskTotals(msgspec.Struct):
     trained_tokens: int = 0
     dropped: dict[str, int] = {}
     produced: int = 0
-    """Groups that became buffered; one that was reopened and finished again counts again."""
+    """Groups that became buffered, and episodes that came to their end; one that was reopened and finished again counts
+    again."""
     finished: int = 0
     """Members that finished."""
     failed: int = 0

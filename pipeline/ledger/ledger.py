@@ -308,6 +308,7 @@ class Ledger(Questions):
         totals = self.totals[entry.task]
         totals.retired += 1
         totals.retired_early += early
+        totals.produced += not early
 
     def _reopened(self, event: Reopened) -> None:
         entry = self.entries.get(event.uid)

@@ -21,8 +21,10 @@ from pipeline import (
     RolloutInvalid,
     Slices,
     Starved,
+    Task,
     UsageError,
 )
+from tasks import SequenceSource
 from tests.support.experience import ROWS, Agent, block, contents, fed, walk
 from tests.support.runs import task
 
@@ -326,3 +328,20 @@ async def test_rows_added_after_the_attempt_has_ended_are_refused() -> None:
         with pytest.raises(UsageError, match="attempt 1 has ended"):
             await kept[0].extend(block(kept[0].item, 0))
         assert len(buffer) == 0
+
+
+async def test_a_source_that_learns_is_told_what_episodes_came_to() -> None:
+    class Pool(SequenceSource):
+        def __init__(self) -> None:
+            super().__init__([{"n": n} for n in range(5)])
+            self.told: dict[int, float] = {}
+
+        def feedback(self, index: int, reward: float) -> None:
+            self.told[index] = reward
+
+    pool = Pool()
+    async with Pipeline(Task("pool", source=pool, run=walk), buffer=ReplayBuffer(100), watchdog=None) as pipe:
+        await pipe.start()
+        await everything(pipe)
+        assert pool.told == {index: float(index) for index in range(5)}
+        assert pipe.progress.produced_samples == {"pool": 5}
