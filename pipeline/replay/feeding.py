@@ -140,7 +140,6 @@ class ReplayFeed:
     def __init__(self, buffer: ReplayBuffer, inside: Inside) -> None:
         self._buffer, self._inside = buffer, inside
         self._blocks: list[Block] = []
-        self._drew = False
 
     def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
         """Add rows, and return the key of the first, and how many they are."""
@@ -184,9 +183,6 @@ class ReplayFeed:
 
     def large(self, count: int, how: Mapping[str, Any]) -> bool:
         """Whether a batch is better drawn in a thread."""
-        first, self._drew = not self._drew, True
-        if first:  # what can be compiled is compiled by the first draw, for seconds
-            return True
         row_bytes = self._buffer.ring.storage.row_bytes * max(1, how.get("stack", 1), how.get("n_step", 1))
         return count * row_bytes > _MOST_INLINE or bool(how.keys() & {"slices", "where", "hindsight"})
 

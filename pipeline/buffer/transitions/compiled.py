@@ -7,6 +7,7 @@ order: the 16 children of a node by halves, eight pairs first; where a mass fall
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import numba
@@ -114,3 +115,12 @@ def fold(sums: Array, bounds: Array, starts: Array, begin: int, end: int) -> Non
         begin, end = begin // FAN, (end - 1) // FAN + 1
         for node in range(begin, end):
             _node(sums, bounds, starts, level, node)
+
+
+@cache
+def warm() -> None:
+    """Compile every loop, or load what was compiled before, by using it."""
+    sums, bounds, starts = np.zeros(FAN + 1), np.zeros((2, 1)), np.array([0, FAN])
+    write(sums, bounds, starts, np.zeros(1, np.int64), np.ones(1))
+    fold(sums, bounds, starts, 0, 1)
+    find(sums, starts, np.zeros(1), np.zeros(1, np.int64))

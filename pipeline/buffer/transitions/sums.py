@@ -162,9 +162,11 @@ class SumTree:
 
 
 def _loops() -> Any:
-    """Return the module of compiled loops; None without numba."""
+    """Return the module of compiled loops; None without numba. What is not compiled yet is compiled now, for seconds:
+    the first draw may be one that an event loop waits for."""
     try:
         from pipeline.buffer.transitions import compiled
     except ImportError:
         return None
+    compiled.warm()
     return compiled
