@@ -51,6 +51,8 @@ class Task:
         filter: which finished groups are kept: ``ZeroVariance()``, or a function of the group's rollouts that returns
             whether to keep it. It runs on the event loop, so it must be quick. What it rejects is dropped as filtered.
         max_rejections: groups rejected in a row after which the run fails, since it would never end otherwise.
+        max_failures: members given up in a row, with none that finished between, after which the run fails, since where
+            nothing succeeds an endless source would never end.
         epochs: how often the source is gone through; None: for ever.
         shuffle: whether each epoch has an order of its own, or the source's.
         resource: what the runner needs and finds as ``ctx.resource``. An async context manager is opened once and
@@ -75,6 +77,7 @@ class Task:
         group_timeout: float | None = None,
         filter: GroupFilter | Mapping[str, Any] | str | None = None,  # noqa: A002
         max_rejections: int = 1000,
+        max_failures: int = 1000,
         epochs: int | None = 1,
         shuffle: bool = True,
         resource: Any = None,
@@ -92,13 +95,14 @@ class Task:
             if seconds is not None:
                 _number(name, option, seconds)
         _whole(name, "max_rejections", max_rejections, 1, 2**62)
+        _whole(name, "max_failures", max_failures, 1, 2**62)
         if epochs is not None:
             _whole(name, "epochs", epochs, 1, 2**62)
         self.name, self.run = name, run
         self.source: Source = source if isinstance(source, Source) else StreamSource(source)
         self.group_size, self.share, self.timeout, self.group_timeout = group_size, float(share), timeout, group_timeout
         self.filter, self.max_rejections = _group_filter(name, filter), max_rejections
-        self.on_failure = failure_policy(on_failure)
+        self.on_failure, self.max_failures = failure_policy(on_failure), max_failures
         self.min_group = group_size if min_group is None else min_group
         self.epochs, self.shuffle, self.resource = epochs, shuffle, resource
 
@@ -134,6 +138,7 @@ class Task:
             "group_timeout": self.group_timeout,
             "filter": self.filter.to_dict() if isinstance(self.filter, ZeroVariance) else _named(self.filter),
             "max_rejections": self.max_rejections,
+            "max_failures": self.max_failures,
             "epochs": self.epochs,
             "shuffle": self.shuffle,
             "source": str(self.source.mark()),

@@ -13,6 +13,7 @@ from pipeline.ledger import FINISHED, Entry
 from pipeline.observe import events
 from pipeline.runner.context import Slots
 from pipeline.runner.deadlines import TimeLimit
+from pipeline.runner.policies import Verdict, after_failure
 from pipeline.store.codec import read_header, unpack
 from pipeline.task import Task
 from pipeline.wiring.state import RunState
@@ -89,6 +90,39 @@ class Filters:
                     "Loosen the filter, look at the rewards, or raise max_rejections="
                 )
             )
+
+
+class GivenUp:
+    """Counts what is given up in a row: where nothing succeeds at all, an endless source would never end, and a trainer
+    would wait for ever."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[str, int] = {}
+
+    def finished(self, task: Task) -> None:
+        """A member has finished."""
+        if self._in_a_row:
+            self._in_a_row.pop(task.name, None)
+
+    def verdict(self, task: Task, failures: int, *, late: bool) -> Verdict:
+        """Return what follows when a member has failed ``failures`` times; ``late``: it has no time for another."""
+        verdict = after_failure(task.on_failure, failures)
+        if late and verdict is Verdict.RETRY:
+            verdict = Verdict.GIVE_UP
+        if verdict is Verdict.GIVE_UP:
+            count = self._in_a_row[task.name] = self._in_a_row.get(task.name, 0) + 1
+            if count >= task.max_failures:
+                return Verdict.STOP
+        return verdict
+
+    def why(self, task: Task) -> str:
+        """Return what is to be said beside the error that ends the run."""
+        if self._in_a_row.get(task.name, 0) < task.max_failures:
+            return ""
+        return (
+            f". This is number {self._in_a_row[task.name]} that was given up in a row, and none finished between. Mend "
+            "what fails, or raise max_failures="
+        )
 
 
 class Limits(Protocol):

@@ -31,7 +31,7 @@ from pipeline.records import (
     Started,
 )
 from pipeline.runner.context import RunFacts
-from pipeline.runner.policies import Verdict, after_failure, check_rollout, encodable
+from pipeline.runner.policies import Verdict, check_rollout, encodable
 from pipeline.runner.pool import GROUP_TIMEOUT, Job
 from pipeline.sampler.sampler import Draw
 from pipeline.store.codec import pack
@@ -39,7 +39,7 @@ from pipeline.store.contents import decode_content, encode_content
 from pipeline.wiring.admission import Admission
 from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import EvaluationJob, Evaluator
-from pipeline.wiring.groups import Filters, GroupDeadlines, PoolSide
+from pipeline.wiring.groups import Filters, GivenUp, GroupDeadlines, PoolSide
 from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.parts import PartKeeper
 from pipeline.wiring.rerolling import Tail
@@ -56,7 +56,7 @@ class Producer:
         self.paused = True
         """Nothing starts: not started yet, in a weight update, after a failed push, or closing."""
         self._slots: PoolSide | None = None
-        self.filters = Filters(state)
+        self.filters, self.given_up = Filters(state), GivenUp()
         self._deadlines = GroupDeadlines(self._group_late)
         self.feeds: dict[str, StreamFeed] = {}
         """What takes items from the tasks' streams."""
@@ -234,6 +234,7 @@ class Producer:
             state.record(Interrupted(job.item.uid, job.member, job.attempt, "invalid"))
             state.fail(error)
             return True
+        self.given_up.finished(job.task)
         if ages is not None:
             state.record(Aged(job.item.uid, job.member, ages))
         rejected = (
@@ -312,9 +313,7 @@ class Producer:
                 self.evaluator.failed(job, error, reason)
             return
         failures = entry.failures[job.member] + 1
-        verdict = after_failure(job.task.on_failure, failures)
-        if reason == GROUP_TIMEOUT and verdict is Verdict.RETRY:
-            verdict = Verdict.GIVE_UP
+        verdict = self.given_up.verdict(job.task, failures, late=reason == GROUP_TIMEOUT)
         text = f"{type(error).__name__}: {error}"[:500]
         final = verdict is Verdict.GIVE_UP
         seconds = state.clock.now() - job.started
@@ -336,7 +335,8 @@ class Producer:
         if verdict is Verdict.RETRY:
             self._ready.append((job.item.uid, job.life, job.member))
         elif verdict is Verdict.STOP:
-            stop = RolloutFailed(f"{job.item}, member {job.member}, attempt {job.attempt}: {text}")
+            said = text + self.given_up.why(job.task)
+            stop = RolloutFailed(f"{job.item}, member {job.member}, attempt {job.attempt}: {said}")
             stop.__cause__ = error
             state.fail(stop)
         if became is not None or rejected:

@@ -20,6 +20,7 @@ from pipeline import (
     Retry,
     Rollout,
     RolloutFailed,
+    Skip,
     Task,
     ZeroVariance,
 )
@@ -295,3 +296,37 @@ class TestGroupDeadlines:
             await begin(pipe)
             await finish(pipe, trained, 2)
             assert trained.items == [0, 1]
+
+
+class TestWhereNothingSucceeds:
+    async def fails(self, item: Item, ctx: Context) -> Rollout:
+        if item["n"] in (2, 6):
+            return Rollout({"n": [item["n"]]}, reward=0.0)
+        raise ValueError("a slip of the pen")
+
+    async def test_an_endless_source_ends_with_the_error(self) -> None:
+        async def always(item: Item, ctx: Context) -> Rollout:
+            raise ValueError("a slip of the pen")
+
+        given = task(run=always, epochs=None, max_failures=20, on_failure=Retry(attempts=2))
+        async with pipeline(given, concurrency=3) as pipe:
+            await begin(pipe)
+            match = r"ValueError: a slip of the pen\. This is number 20 .* in a row.* raise max_failures="
+            with pytest.raises(RolloutFailed, match=match):
+                await pipe.get_batch(1)
+
+    async def test_one_that_finishes_begins_the_count_anew(self) -> None:
+        given = task(run=self.fails, count=9, max_failures=4, on_failure=Skip())
+        async with pipeline(given, concurrency=1) as pipe:
+            trained = Trained()
+            await begin(pipe)
+            await finish(pipe, trained, 1)
+        assert trained.items == [2, 6]
+
+    async def test_three_in_a_row_are_too_many_where_two_are_allowed(self) -> None:
+        given = task(run=self.fails, count=9, max_failures=3, on_failure=Skip())
+        async with pipeline(given, concurrency=1) as pipe:
+            await begin(pipe)
+            await pipe.ack((await pipe.get_batch(1)).step)
+            with pytest.raises(RolloutFailed, match="number 3 that was given up"):
+                await pipe.get_batch(1)
