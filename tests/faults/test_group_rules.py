@@ -316,7 +316,7 @@ class TestWhereNothingSucceeds:
                 await pipe.get_batch(1)
 
     async def test_one_that_finishes_begins_the_count_anew(self) -> None:
-        given = task(run=self.fails, count=9, max_failures=7, on_failure=Skip())
+        given = task(run=self.fails, count=9, group_size=1, max_failures=4, on_failure=Skip())
         async with pipeline(given, concurrency=1) as pipe:
             trained = Trained()
             await begin(pipe)
@@ -324,9 +324,9 @@ class TestWhereNothingSucceeds:
         assert trained.items == [2, 6]
 
     async def test_as_many_as_are_too_many_in_a_row_end_the_run(self) -> None:
-        given = task(run=self.fails, count=9, max_failures=6, on_failure=Skip())
+        given = task(run=self.fails, count=9, group_size=1, max_failures=3, on_failure=Skip())
         async with pipeline(given, concurrency=1) as pipe:
             await begin(pipe)
             await pipe.ack((await pipe.get_batch(1)).step)
-            with pytest.raises(RolloutFailed, match="number 6 that was given up"):
+            with pytest.raises(RolloutFailed, match="number 3 that was given up"):
                 await pipe.get_batch(1)
