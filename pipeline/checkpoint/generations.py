@@ -19,6 +19,7 @@ from pipeline.checkpoint.manifest import (
     PIPELINE,
     REPLAY,
     TRAINER_FOLDER,
+    TRAJECTORIES,
     FileInfo,
     Manifest,
     decode_manifest,
@@ -33,7 +34,7 @@ from pipeline.store.layout import Layout, write_file
 RETRY = "Free space or mend the disk; a retry may work"
 """What a message about a generation that could not be written ends with: nothing of it stays."""
 
-_KINDS = {PIPELINE: "pipeline", REPLAY: "replay buffer"}
+_KINDS = {PIPELINE: "pipeline", REPLAY: "replay buffer", TRAJECTORIES: "buffer of trajectories"}
 _NAME = re.compile(r"\d+")
 
 

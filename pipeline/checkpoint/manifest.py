@@ -22,8 +22,10 @@ BLOCKS_FILE = "blocks.msgpack"
 CONSUMER_FILE = "consumer.json"
 PROGRESS_FILE = "progress.json"
 TRAINER_FOLDER = "trainer"
-PIPELINE, REPLAY = "pipeline", "replay"
-"""Kinds of runs: of a pipeline, and of a buffer of transitions without one."""
+PIPELINE, REPLAY, TRAJECTORIES = "pipeline", "replay", "trajectories"
+"""Kinds of runs: of a pipeline, and, without one, of a buffer of transitions and of one of trajectories."""
+BUFFERS = frozenset({REPLAY, TRAJECTORIES})
+"""Kinds whose generations list blocks of rows."""
 REPLAY_BUFFER = "replay_buffer"
 """What ``left_out`` of a manifest calls the buffer."""
 

@@ -21,6 +21,7 @@ from pipeline.config.removing import removal as removal
 from pipeline.config.replay import Fields as Fields
 from pipeline.config.replay import Limiter as Limiter
 from pipeline.config.replay import ReplayOptions as ReplayOptions
+from pipeline.config.saved import SavingOptions as SavingOptions
 from pipeline.config.selecting import Anneal as Anneal
 from pipeline.config.selecting import Ordered as Ordered
 from pipeline.config.selecting import Prioritized as Prioritized

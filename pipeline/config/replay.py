@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.config.base import LEAST, Options
+from pipeline.config.base import Options
 from pipeline.config.removing import Remove, removal
+from pipeline.config.saved import SavingOptions
 from pipeline.config.selecting import Prioritized, Selection, StalenessWeighted, Uniform, WithoutReplacement, selection
-from pipeline.config.triggers import check_signals
 from pipeline.errors import ConfigError
 
 MOST_ROWS = 2**31 - 1
@@ -80,8 +80,9 @@ class Fields(Options, frozen=True):
     done: str = "done"
 
 
-class ReplayOptions(Options, frozen=True):
-    """Everything that a :class:`~pipeline.replay.ReplayBuffer` was built with.
+class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
+    """Everything that a :class:`~pipeline.replay.ReplayBuffer` was built with; of its folder, see
+    :class:`~pipeline.config.SavingOptions`.
 
     Attributes:
         capacity: how many rows are held.
@@ -96,14 +97,6 @@ class ReplayOptions(Options, frozen=True):
         fields: names of columns.
         share_next_obs: do not store the next observation of a row that is the observation of the next one of its
             episode; what is sampled is the same.
-        directory: the run's folder, made if absent; None keeps everything in memory.
-        keep: generations kept, counted by distinct steps; None, or -1: all.
-        keep_every: beside those, the newest generation of every step that this divides stays for good.
-        keep_within_s: and so does every generation that is younger than this, in seconds.
-        save_every_s: seconds after which ``save_due`` says that a save is due.
-        save_every: ``save_due(step)`` says so when the steps have passed a multiple of it.
-        signals: names of signals that ask to stop: ``save_due`` says yes, and ``save`` leaves when it has committed.
-            None: SIGTERM, where the buffer is used in the main thread.
         timeout: seconds that ``extend`` and ``sample`` wait for the limiter, unless they are told otherwise; None: as
             long as it takes. With 0 they raise at once, as in a plain loop nobody else could change anything.
     """
@@ -118,23 +111,6 @@ class ReplayOptions(Options, frozen=True):
     fields: Fields = Fields()
     share_next_obs: bool = False
     timeout: float | None = 0.0
-    directory: str | None = None
-    keep: int | None = 3
-    keep_every: int | None = None
-    keep_within_s: float | None = None
-    save_every_s: float | None = None
-    save_every: int | None = None
-    signals: list[str] | None = None
-
-    @property
-    def archived_share(self) -> float:
-        """No segment stays that no generation needs."""
-        return 0.0
-
-    @property
-    def stop_signals(self) -> tuple[int, ...]:
-        """Numbers of the signals that ask to stop."""
-        return check_signals("signals", ("SIGTERM",) if self.signals is None else self.signals)
 
     @classmethod
     def build(cls, capacity: int, given: Mapping[str, Any]) -> ReplayOptions:
@@ -168,13 +144,7 @@ class ReplayOptions(Options, frozen=True):
             raise ConfigError.of("capacity", self.capacity, f"at most {MOST_ROWS} rows can be held")
         self._at_least("seed", 0)
         self._at_least("timeout", 0, none_ok=True)
-        if self.keep == -1:  # as others write it
-            msgspec.structs.force_setattr(self, "keep", None)
-        for option in ("keep", "keep_every", "save_every"):
-            self._at_least(option, 1, none_ok=True)
-        for option in ("save_every_s", "keep_within_s"):
-            self._at_least(option, LEAST, none_ok=True)
-        check_signals("signals", self.signals or ())
+        self._check_saving()
         if self.limiter.min_size > self.capacity:
             raise ConfigError.of(
                 "min_size", self.limiter.min_size, f"capacity={self.capacity}: so many rows are never there"

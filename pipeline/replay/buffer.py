@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,9 +24,8 @@ from pipeline.errors import ConfigError, UsageError
 from pipeline.replay.adding_verbs import DEFAULT, AddingVerbs
 from pipeline.replay.aio import AsyncReplayBuffer
 from pipeline.replay.arguments import priorities_of, whole
-from pipeline.replay.due import Due
 from pipeline.replay.feeding import Inside, ReplayFeed, check_feedable
-from pipeline.replay.gate import Gate
+from pipeline.replay.folder_verbs import due_of, not_after_fork
 from pipeline.replay.handles import ReplayHandle
 from pipeline.replay.parts import Parts
 from pipeline.replay.rooms import Room, make_room
@@ -109,10 +106,10 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
     def _begin(self, options: ReplayOptions, room: Room, files: FilesLike | None) -> None:
         self.options, self._room, self.gate = options, room, room.gate
         self._saver = Saver(options, room, files)
-        self._due = None if self._saver.store is None else Due(options, self._saver.store.folder.layout.stop_file)
+        self._due = due_of(self._saver.store)
         self._use(self._parts(room.ring()))
         self._forked = False
-        _not_after_fork(self)
+        not_after_fork(self)
 
     def share(self) -> ReplayHandle:
         """Return what another process of this machine joins the buffer with: an argument for it, however it is started
@@ -379,22 +376,3 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
                 "this buffer was made before a fork, and is used in the child: what is added here the parent never "
                 "sees. Make it in the process that uses it, or build it with storage='shared' and join() it there."
             )
-
-
-_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
-_watching = False
-
-
-def _not_after_fork(buffer: ReplayBuffer) -> None:
-    """Let a forked child know that the buffer is not its own."""
-    global _watching
-    _buffers.add(buffer)
-    if not _watching:
-        _watching = True
-        os.register_at_fork(after_in_child=_mark_forked)
-
-
-def _mark_forked() -> None:
-    for buffer in _buffers:
-        buffer._forked = True
-        buffer.gate = Gate()  # a thread of the parent may have held the lock, and is not here to give it back

@@ -8,7 +8,7 @@ import threading
 import time
 
 from pipeline.checkpoint.triggers import SignalTrap
-from pipeline.config import ReplayOptions
+from pipeline.config import SavingOptions
 from pipeline.errors import StoppedExit, UsageError
 from pipeline.replay.store import Saving
 
@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 1.0  # no notice reaches a machine whose shared file system anot
 class Due:
     """Triggers of one buffer: seconds, steps, signals, and the file ``stop`` in its folder."""
 
-    def __init__(self, options: ReplayOptions, stop_file: str) -> None:
+    def __init__(self, options: SavingOptions, stop_file: str) -> None:
         self._options, self._stop_file = options, stop_file
         self._trap: SignalTrap | None = None
         self._reason = ""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import encode_block, rows_of_block
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.replay.gate import Gate
-from pipeline.replay.state import BufferState
+from pipeline.replay.state import STATE_FILE, BufferState, encode_state
+from pipeline.store.layout import SegmentKey
 from pipeline.store.segments import Block
 
 
@@ -22,6 +24,72 @@ class Piece(NamedTuple):
     first: int
     rows: int
     blob: memoryview
+
+
+class Listing(NamedTuple):
+    """Where everything lies that a generation lists.
+
+    Attributes:
+        blocks: what the next job is told of; empty where it knows by itself.
+        raw: the content of the generation's list.
+        live: bytes of payloads that the generation needs, by segment.
+        used: segments of which this process needs something beside them.
+    """
+
+    blocks: list[Block]
+    raw: bytes
+    live: dict[SegmentKey, int]
+    used: frozenset[SegmentKey] = frozenset()
+
+
+class SaveJob(Protocol):
+    """Everything that one generation holds of a buffer, as of one moment. Its methods belong to one thread."""
+
+    values: dict[str, np.ndarray]
+    """Arrays by the names of their files."""
+
+    def kept(self, blocks: list[Block]) -> list[Block]:
+        """Return those of the blocks on the disk that the generation needs. Asked first, before anything is written."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield what is not on the disk yet. Blocks."""
+        ...
+
+    def listing(self, kept: list[Block], new: list[Block]) -> Listing:
+        """Return where everything lies, once it is there for good."""
+        ...
+
+    def described(self, unknown: dict[str, Any]) -> tuple[str, bytes]:
+        """Return the name and the content of the file that says the rest; ``unknown`` is carried along in it."""
+        ...
+
+    def close(self) -> None:
+        """Let everything be changed that was not written."""
+        ...
+
+
+def listed(blocks: list[Block]) -> Listing:
+    """Return the listing of blocks."""
+    blocks = sorted(blocks, key=lambda block: block.first)
+    live: dict[SegmentKey, int] = {}
+    for block in blocks:
+        live[block.segment_key] = live.get(block.segment_key, 0) + block.length
+    return Listing(blocks, msgspec.msgpack.encode(blocks), live)
+
+
+class JobOfRows:
+    """What the jobs of a buffer of transitions have in common."""
+
+    state: BufferState
+
+    def listing(self, kept: list[Block], new: list[Block]) -> Listing:
+        """Return where everything lies."""
+        return listed(kept + new)
+
+    def described(self, unknown: dict[str, Any]) -> tuple[str, bytes]:
+        """Return the name and the content of the file that says the rest."""
+        return STATE_FILE, encode_state(self.state, unknown)
 
 
 _FEW = 16
@@ -46,7 +114,7 @@ def merged_from(blocks: Sequence[Block], whole: int) -> int:
     return begin
 
 
-class Job:
+class Job(JobOfRows):
     """Everything that one generation holds of a buffer, as of one moment.
 
     Rows are copied block by block, each under the buffer's lock for a few milliseconds; one that is about to be

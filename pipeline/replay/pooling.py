@@ -21,7 +21,7 @@ from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import Damaged
 from pipeline.replay.gate import Gate
-from pipeline.replay.job import Piece
+from pipeline.replay.job import JobOfRows, Piece
 from pipeline.replay.state import BufferState
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader
@@ -58,7 +58,7 @@ def assign_places(pool: Pool, blocks: Sequence[Block]) -> tuple[list[Block], Int
     return [block for number, block in enumerate(blocks) if stays[number]], slots
 
 
-class PoolJob:
+class PoolJob(JobOfRows):
     """Everything that one generation holds of a buffer whose rows lie in any order; see
     :class:`~pipeline.replay.job.Job`.
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pipeline.buffer.transitions.blocks import rows_of_block
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.checkpoint.generations import choose, with_offer
+from pipeline.checkpoint.generations import Stored, choose, with_offer
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
 from pipeline.config import ReplayOptions
 from pipeline.errors import ClosedError, Damaged, UsageError, WriteFailed
 from pipeline.observe import events
-from pipeline.replay.job import Job, merged_from
+from pipeline.replay.gate import Gate
+from pipeline.replay.job import SaveJob, merged_from
 from pipeline.replay.loading import Read, read
 from pipeline.replay.parts import Parts, check_sharing, restore, state_of, tag_of, values_of
 from pipeline.replay.pooling import PoolJob, assign_places
 from pipeline.replay.rooms import Room
 from pipeline.replay.store import Generation, ReplayStore, Saving
 from pipeline.store.files import FilesLike
+from pipeline.store.segments import Block
 
 
 class ReplayResumed(NamedTuple):
@@ -33,16 +35,32 @@ class ReplayResumed(NamedTuple):
     """How many rows are there."""
 
 
-class Saver:
-    """Saves and resumes one buffer. ``find``, ``take_over`` and ``ready`` belong to whoever holds :attr:`lock`."""
+class FoundGeneration(Protocol):
+    """What was read of a generation; nothing of it is in use yet."""
 
-    def __init__(self, options: ReplayOptions, room: Room, files: FilesLike | None = None) -> None:
-        self.store = ReplayStore(options, files) if options.directory is not None else None
-        self._options, self._room, self._gate = options, room, room.gate
+    @property
+    def stored(self) -> Stored: ...
+
+    @property
+    def unknown(self) -> dict[str, Any]: ...
+
+    @property
+    def blocks(self) -> list[Block]: ...
+
+
+P = TypeVar("P")  # what a buffer's state consists of
+F = TypeVar("F", bound=FoundGeneration)
+
+
+class SaverOf(Generic[P, F]):
+    """Saves and resumes one buffer, of whatever kind. ``find``, ``take_over`` and ``ready`` belong to whoever holds
+    :attr:`lock`."""
+
+    def __init__(self, store: ReplayStore | None, gate: Gate) -> None:
+        self.store, self._gate = store, gate
         self.attached: dict[str, Any] = {}
         self.lock = threading.RLock()
         """One save, resume or close at a time. It is taken before the buffer's own lock, never after it."""
-        self.stale_updates = 0
         self._ready = self._closed = False
         self._unknown: dict[str, Any] = {}
         self._newest = True  # whether what is resumed is the newest generation
@@ -59,7 +77,7 @@ class Saver:
 
     # -- saving ------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, parts: Parts) -> Saving:
+    def save(self, step: int, parts: P) -> Saving:
         """Capture everything and write it; returns once the trainer's tensors have been read.
 
         Raises:
@@ -69,8 +87,7 @@ class Saver:
         """
         with self.lock:
             store = self._opened()
-            if not self._ready:
-                self._check_unused(store)
+            self.begin()
             if step.__class__ is not int or step < 0:
                 raise UsageError(f"save(step={step!r}): a whole number from 0 on is needed")
             self.finish()
@@ -85,7 +102,7 @@ class Saver:
             self._start(store, generation, job)
             return generation.saving
 
-    def _start(self, store: ReplayStore, generation: Generation, job: Job | PoolJob) -> None:
+    def _start(self, store: ReplayStore, generation: Generation, job: SaveJob) -> None:
         """Write beside the trainer. If no thread can be had for that, or a signal comes before it has begun, nothing
         of the generation stays."""
         self._saving = saving = generation.saving
@@ -102,7 +119,7 @@ class Saver:
                     raise WriteFailed(f"save(step={saving.step}): no thread could be started: {error}") from error
             raise
 
-    def _write(self, store: ReplayStore, generation: Generation, job: Job | PoolJob) -> None:
+    def _write(self, store: ReplayStore, generation: Generation, job: SaveJob) -> None:
         if not generation.saving.claim():
             return
         try:
@@ -137,30 +154,37 @@ class Saver:
         finally:
             self.lock.release()
 
-    def _job(self, parts: Parts) -> Job | PoolJob:
-        """Capture everything as of now; the caller has the buffer's lock."""
-        assert self.store is not None
-        parts.written.captured = parts.ring.added
-        if isinstance(parts.ring, Pool):
-            kept, slots = assign_places(parts.ring, self.store.blocks)
-            state = state_of(parts, self._options, self.stale_updates)
-            return PoolJob(parts.ring, self._gate, state, values_of(parts), kept, slots)
-        state = state_of(parts, self._options, self.stale_updates)
-        return self._room.job(parts.ring, state, values_of(parts), self._first(parts.ring))
+    def begin(self) -> ReplayStore:
+        """Make sure that the folder is this buffer's: it was resumed, or holds nothing. Return it.
 
-    def _first(self, ring: Ring) -> int:
-        """The key from which on rows are written: that of the first one which is not on the disk, or an earlier one,
-        where many small blocks had better be one."""
-        assert self.store is not None
-        blocks = self.store.blocks
-        begin = merged_from(blocks, rows_of_block(ring))
-        if begin < len(blocks):
-            return max(blocks[begin].first, ring.oldest)
-        return max(blocks[-1].first + blocks[-1].count if blocks else 0, ring.oldest)
+        Raises:
+            UsageError, ClosedError, Locked, StoreError: it is not.
+        """
+        with self.lock:
+            store = self._opened()
+            if not self._ready:
+                self._check_unused(store)
+            return store
+
+    def _job(self, parts: P) -> SaveJob:
+        """Capture everything as of now; the caller has the buffer's lock."""
+        raise NotImplementedError
+
+    def _read(self, stored: Stored, like: Any) -> F:
+        """Read and check a generation."""
+        raise NotImplementedError
+
+    def _rows(self, parts: P) -> int:
+        """Return how many rows there are."""
+        raise NotImplementedError
+
+    def _used(self, like: Any) -> bool:
+        """Whether rows were added."""
+        raise NotImplementedError
 
     # -- resuming ----------------------------------------------------------------------------------------------
 
-    def find(self, step: int | None, ring: Ring) -> Read | None:
+    def find(self, step: int | None, like: Any) -> F | None:
         """Read and check what to go on from; None in an empty directory.
 
         Raises:
@@ -168,7 +192,7 @@ class Saver:
             Damaged, StoreError: it cannot be read; the message offers what can.
         """
         store = self._opened()
-        if ring.added or self._ready:
+        if self._used(like) or self._ready:
             raise UsageError("resume() comes first: before rows are added, and once")
         found = store.find()
         if not found.complete and not found.damaged:
@@ -177,31 +201,18 @@ class Saver:
             return None
         stored = choose(found, step, store.folder.layout.directory)
         self._newest = stored is found.complete[-1]
-        layout, tag = store.folder.layout, store.folder.tag
         try:
-            found_there = read(layout, tag, stored, list(self.attached), ring)
+            return self._read(stored, like)
         except Damaged as error:
             raise with_offer(error, stored, found) from None
-        check_sharing(found_there.state, self._options, stored.folder)
-        return found_there
 
-    def take_over(self, found: Read, parts: Parts) -> None:
-        """Put what was read in use. ``parts`` hold the ring that was read."""
-        store = self.store
-        assert store is not None
-        state = found.state
-        try:
-            restore(parts, self._options, state, found.values)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{found.stored.folder}: the buffer's state does not fit together ({error!r})") from None
-        own = tag_of(self._options)
-        if state.selection != own:
-            store.log.warning(events.TASK_CHANGED, what="select", before=state.selection, now=own)
-        self.stale_updates = state.stale_updates
+    def adopt(self, found: F) -> None:
+        """Go on from what was read."""
+        assert self.store is not None
         self._unknown = found.unknown
-        store.adopt(found.stored, found.blocks)
+        self.store.adopt(found.stored, found.blocks)
 
-    def ready(self, found: Read | None, parts: Parts) -> ReplayResumed:
+    def ready(self, found: F | None, parts: P) -> ReplayResumed:
         """Note that the run goes on from here; where that is not its newest generation, make it the newest one."""
         store = self.store
         assert store is not None
@@ -209,14 +220,14 @@ class Saver:
         if found is None:
             return ReplayResumed(0, None, 0)
         manifest = found.stored.manifest
-        store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=parts.ring.size)
+        store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=self._rows(parts))
         if not self._newest:
             # Otherwise a crash would bring back what came after it, and was let go.
             generation = store.begin(manifest.step, (), list(self.attached), like=found.stored)
             with self._gate.lock:
                 job = self._job(parts)
             store.commit(generation, job, self._unknown)
-        return ReplayResumed(manifest.step, store.parent, parts.ring.size)
+        return ReplayResumed(manifest.step, store.parent, self._rows(parts))
 
     def _opened(self) -> ReplayStore:
         if self.store is None:
@@ -256,3 +267,62 @@ class Saver:
                 if self.store is not None and (self._saving is None or self._saving.done):
                     self._closed = self._closed or self.store.opened
                     self.store.close()
+
+
+class Saver(SaverOf[Parts, Read]):
+    """Saves and resumes a buffer of transitions."""
+
+    def __init__(self, options: ReplayOptions, room: Room, files: FilesLike | None = None) -> None:
+        super().__init__(ReplayStore(options, files) if options.directory is not None else None, room.gate)
+        self._options, self._room = options, room
+        self.stale_updates = 0
+
+    def _job(self, parts: Parts) -> SaveJob:
+        """Capture everything as of now; the caller has the buffer's lock."""
+        assert self.store is not None
+        parts.written.captured = parts.ring.added
+        if isinstance(parts.ring, Pool):
+            kept, slots = assign_places(parts.ring, self.store.blocks)
+            state = state_of(parts, self._options, self.stale_updates)
+            return PoolJob(parts.ring, self._gate, state, values_of(parts), kept, slots)
+        state = state_of(parts, self._options, self.stale_updates)
+        return self._room.job(parts.ring, state, values_of(parts), self._first(parts.ring))
+
+    def _first(self, ring: Ring) -> int:
+        """The key from which on rows are written: that of the first one which is not on the disk, or an earlier one,
+        where many small blocks had better be one."""
+        assert self.store is not None
+        blocks = self.store.blocks
+        begin = merged_from(blocks, rows_of_block(ring))
+        if begin < len(blocks):
+            return max(blocks[begin].first, ring.oldest)
+        return max(blocks[-1].first + blocks[-1].count if blocks else 0, ring.oldest)
+
+    def _used(self, like: Any) -> bool:
+        assert isinstance(like, Ring)
+        return like.added > 0
+
+    def _rows(self, parts: Parts) -> int:
+        return parts.ring.size
+
+    def _read(self, stored: Stored, like: Any) -> Read:
+        store = self.store
+        assert store is not None
+        found = read(store.folder.layout, store.folder.tag, stored, list(self.attached), like)
+        check_sharing(found.state, self._options, stored.folder)
+        return found
+
+    def take_over(self, found: Read, parts: Parts) -> None:
+        """Put what was read in use. ``parts`` hold the ring that was read."""
+        store = self.store
+        assert store is not None
+        state = found.state
+        try:
+            restore(parts, self._options, state, found.values)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{found.stored.folder}: the buffer's state does not fit together ({error!r})") from None
+        own = tag_of(self._options)
+        if state.selection != own:
+            store.log.warning(events.TASK_CHANGED, what="select", before=state.selection, now=own)
+        self.stale_updates = state.stale_updates
+        self.adopt(found)

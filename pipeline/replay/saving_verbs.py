@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -15,28 +14,20 @@ from pipeline.checkpoint.trainer_state import load_states
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.arguments import not_shared
-from pipeline.replay.due import Due
-from pipeline.replay.gate import Gate
+from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, selector_values, state_of, values_of
 from pipeline.replay.pooling import take_places
 from pipeline.replay.saving import ReplayResumed, Saver
 from pipeline.replay.state import BufferState
-from pipeline.replay.store import Saving
 
 
-class SavingVerbs:
+class SavingVerbs(FolderVerbs):
     """What :class:`~pipeline.ReplayBuffer` has beside its rows."""
 
     options: ReplayOptions
-    gate: Gate
     ring: Ring
     _saver: Saver
-    _due: Due | None
     _own: Parts
-    _forked: bool
-
-    def _usable(self) -> None:
-        raise NotImplementedError
 
     def _not_fed(self, verb: str) -> None:
         raise NotImplementedError
@@ -46,54 +37,6 @@ class SavingVerbs:
 
     def _use(self, parts: Parts) -> None:
         raise NotImplementedError
-
-    def attach(self, **objects: Any) -> None:
-        """Save and restore these with the buffer: anything with ``state_dict`` and ``load_state_dict``."""
-        self._saver.attach(objects)
-
-    def save(self, step: int, *, wait: bool = False) -> Saving:
-        """Commit the state of what is attached and of the buffer as one thing.
-
-        Returns once the tensors of what is attached have been read, and goes on beside the trainer: only rows that are
-        not on the disk yet are written. What it fails with later is raised by the next ``save_due``, ``save`` (which
-        then saves nothing) or ``close``, or by ``Saving.wait``.
-
-        Args:
-            step: the trainer's step.
-            wait: return when it is on the disk.
-
-        Raises:
-            UsageError: there is no directory, or it is in use and was not resumed; or the options name signals, and
-                this is not the main thread. Nothing was saved.
-            WriteFailed: it cannot be written. The generation before it stands, and nothing of the buffer has changed.
-            StoppedExit: the run was asked to stop, and this save is committed.
-        """
-        self._usable()
-        self.listen()
-        saving = self._saver.save(step, self._own)
-        assert self._due is not None
-        self._due.saved(step)
-        if self._due.stopping:
-            self._due.leave(saving)
-        if wait:
-            saving.wait()
-        return saving
-
-    def listen(self) -> None:
-        """Take the signals over that ask to stop, if this is the main thread and there is a directory."""
-        if self._due is not None:
-            self._due.listen()
-
-    def save_due(self, step: int | None = None) -> bool:
-        """Whether a save is due: by the options ``save_every_s`` and ``save_every`` (of ``step``), by a signal, or by a
-        file ``stop`` in the folder. After the last two, ``save`` does not return. With neither option, only they count.
-
-        Raises:
-            UsageError: ``save_every`` needs the step.
-            WriteFailed: a save failed after it had returned.
-        """
-        self._saver.raise_failed()
-        return self._due is not None and self._due.due(step)
 
     def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
         """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
@@ -235,26 +178,3 @@ class SavingVerbs:
             self._usable()
             self._use(parts)
         self.gate.changed()
-
-    # -- the end -----------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Wait for what is being written, and give back the folder and the signals. The rows stay, but cannot be saved
-        any more; who waits for the limiter gives up. In a forked child it does nothing: the folder and the files are
-        the parent's."""
-        if self._forked:
-            return
-        self.gate.end_waits()
-        try:
-            self._saver.close()
-        finally:
-            if self._due is not None:
-                self._due.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -16,14 +16,13 @@ from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stor
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.clock import Clock
-from pipeline.config import ReplayOptions
+from pipeline.config import SavingOptions
 from pipeline.errors import ForebayError, WriteFailed
 from pipeline.observe import events
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.ahead import ahead
-from pipeline.replay.job import Job, Piece
-from pipeline.replay.pooling import PoolJob
-from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, encode_state
+from pipeline.replay.job import Listing, Piece, SaveJob
+from pipeline.replay.state import VALUES_FOLDER
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.segments import Block
 from pipeline.store.writer import StoreWriter
@@ -85,7 +84,7 @@ class Saving:
 class Keeping(NamedTuple):
     """What retention looks at."""
 
-    options: ReplayOptions
+    options: SavingOptions
     clock: Clock
     log: Any
 
@@ -93,8 +92,9 @@ class Keeping(NamedTuple):
 class ReplayStore:
     """The folder of one buffer, while this process holds it."""
 
-    def __init__(self, options: ReplayOptions, files: FilesLike | None = None) -> None:
+    def __init__(self, options: SavingOptions, files: FilesLike | None = None, kind: str = REPLAY) -> None:
         assert options.directory is not None
+        self._kind = kind
         self.options = options
         self.files: FilesLike = files or OsFiles()
         self.folder = RunFolder(options.directory, self.files)
@@ -105,6 +105,8 @@ class ReplayStore:
         """Those of the newest generation of this line."""
         self.parent = -1
         self.incarnation = 0
+        self.writing = threading.RLock()
+        """Whoever has it may write segments, and is the only one. It is taken before the buffer's own lock."""
         self._writer: StoreWriter | None = None
         self._next = 0
         self._keeping = Keeping(options, Clock(time.monotonic, time.time), self.log)
@@ -138,10 +140,10 @@ class ReplayStore:
         """Read every generation's manifest.
 
         Raises:
-            UsageError: a pipeline wrote them.
+            UsageError: something else wrote them.
         """
         layout = self.folder.layout
-        return of_kind(find_generations(layout, self.folder.run_id), REPLAY, layout.directory)
+        return of_kind(find_generations(layout, self.folder.run_id), self._kind, layout.directory)
 
     def begin(
         self, step: int, states: Sequence[CapturedState], attached: Sequence[str], *, like: Stored | None = None
@@ -156,7 +158,7 @@ class ReplayStore:
         self._next += 1
         writer = GenerationWriter(self.folder.layout, self.files, number)
         manifest = Manifest(
-            kind=REPLAY,
+            kind=self._kind,
             run_id=self.folder.run_id,
             generation=number,
             parent=self.parent,
@@ -172,7 +174,7 @@ class ReplayStore:
         """Go on from a generation."""
         self.parent, self.blocks = stored.manifest.generation, blocks
 
-    def commit(self, generation: Generation, job: Job | PoolJob, unknown: dict[str, Any]) -> Stored:
+    def commit(self, generation: Generation, job: SaveJob, unknown: dict[str, Any]) -> Stored:
         """Write the rows that are new, and commit.
 
         Raises:
@@ -181,17 +183,17 @@ class ReplayStore:
         begun = time.monotonic()
         manifest = generation.manifest
         try:
-            stored, live, open_segment, blocks = self._commit(generation, job, unknown)
+            stored, listing, open_segment = self._commit(generation, job, unknown)
         except BaseException as error:
             job.close()
             generation.writer.abandon()
             # Nothing may be believed that this writer wrote: the next one begins in files of its own.
-            self._drop_writer(failed=True)
+            self.give_up()
             self.log.error(
                 events.GENERATION_FAILED, generation=manifest.generation, step=manifest.step, error=str(error)
             )
             raise
-        self.adopt(stored, blocks)
+        self.adopt(stored, listing.blocks)
         self.log.info(
             events.GENERATION_COMMITTED,
             generation=manifest.generation,
@@ -200,39 +202,63 @@ class ReplayStore:
             seconds=time.monotonic() - begun,
             reason=manifest.reason,
         )
-        self._retention.committed(stored, live, open_segment, self.folder.keep)
+        needed = dict.fromkeys(listing.used, 0) | listing.live
+        self._retention.committed(stored, needed, open_segment, self.folder.keep)
         return stored
 
-    def _commit(
-        self, generation: Generation, job: Job | PoolJob, unknown: dict[str, Any]
-    ) -> tuple[Stored, dict[tuple[int, int, int], int], int, list[Block]]:
-        writer = self._open_writer()
-        blocks = job.kept(self.blocks)
-        with contextlib.closing(ahead(job.pieces())) as pieces:  # copied while the one before is written
-            blocks += [self._write_piece(writer, piece) for piece in pieces]
-        blocks.sort(key=lambda block: block.first)
-        position, written = writer.sync()
-        live: dict[tuple[int, int, int], int] = {}
-        for block in blocks:
-            live[block.segment_key] = live.get(block.segment_key, 0) + block.length
+    def _commit(self, generation: Generation, job: SaveJob, unknown: dict[str, Any]) -> tuple[Stored, Listing, int]:
+        with self.writing:
+            kept = job.kept(self.blocks)
+            with contextlib.closing(ahead(job.pieces())) as pieces:  # copied while the one before is written
+                new = self.write(pieces)
+            writer = self._open_writer()
+            position, written = writer.sync()
+            listing, open_segment = job.listing(kept, new), writer.open_segment
+            incarnation = self.incarnation
         try:
-            generation.writer.add(STATE_FILE, encode_state(job.state, unknown))
-            generation.writer.add(BLOCKS_FILE, msgspec.msgpack.encode(blocks))
+            generation.writer.add(*job.described(unknown))
+            generation.writer.add(BLOCKS_FILE, listing.raw)
             for name, values in job.values.items():
                 raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
                 generation.writer.add(f"{VALUES_FOLDER}/{name}", memoryview(raw.data))
         except OSError as error:
             raise WriteFailed(f"{generation.writer.folder}: could not be written: {error}. {RETRY}") from error
-        open_segment, tag = writer.open_segment, self.folder.tag
         manifest = msgspec.structs.replace(
             generation.manifest,
-            incarnation=self.incarnation,
+            incarnation=incarnation,
             journals=[msgspec.structs.replace(position, segment=open_segment)],
-            segments=listed_segments(self._dead, tag, written, live, self.incarnation, open_segment),
+            segments=listed_segments(self._dead, self.folder.tag, written, listing.live, incarnation, open_segment),
             files=sorted(generation.writer.infos, key=lambda info: info.path),
             reusable=self._retention.reusable(generation.manifest),
         )
-        return generation.writer.commit(manifest, keep=self.folder.keep), live, open_segment, blocks
+        return generation.writer.commit(manifest, keep=self.folder.keep), listing, open_segment
+
+    def write(self, pieces: Iterable[Piece]) -> list[Block]:
+        """Write some pieces; the caller has :attr:`writing`. They are there for good after :meth:`sync`, or a commit.
+
+        Raises:
+            WriteFailed: one could not be written; :meth:`give_up` is to follow.
+        """
+        writer = self._open_writer()
+        return [self._write_piece(writer, piece) for piece in pieces]
+
+    def sync(self) -> None:
+        """Make what was written survive a loss of power; the caller has :attr:`writing`.
+
+        Raises:
+            WriteFailed: nothing since the last call may be believed to be there; :meth:`give_up` is to follow.
+        """
+        self._open_writer().sync()
+
+    def give_up(self) -> None:
+        """Believe nothing that was not synced: what comes next is written into files of its own."""
+        with self.writing:
+            self._drop_writer(failed=True)
+
+    @property
+    def unsynced_bytes(self) -> int:
+        """Bytes that were written since the last sync."""
+        return 0 if self._writer is None else self._writer.unsynced_bytes
 
     def _write_piece(self, writer: StoreWriter, piece: Piece) -> Block:
         place = writer.place(piece.blob, piece.first, 0, 0)

@@ -124,6 +124,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def item_bytes(name: str) -> int:
+    """Return the bytes of one value of a dtype, as safetensors spells it."""
+    return _NAME_TO_TORCH[name].itemsize
+
+
 def tensor_bytes(value: Any) -> TensorBytes:
     """Return the bytes of a torch tensor, numpy array, number, or nested list of numbers.
 
@@ -327,6 +332,19 @@ def read_bytes(blob: bytes | memoryview, where: str = "payload") -> dict[str, Te
             name: TensorBytes(entry.dtype, entry.shape, _bytes_of(data, entry), _NAME_TO_TORCH[entry.dtype].itemsize)
             for name, entry in layout.items()
         }
+    except (*_UNREADABLE, RecursionError) as error:
+        raise Damaged(f"{where}: not a safetensors blob ({error})") from None
+
+
+def read_layout(head: bytes, where: str = "payload") -> dict[str, tuple[str, tuple[int, ...], tuple[int, int]]]:
+    """Return dtype, shape, and where in the data it begins and ends, of every tensor of a safetensors blob of which
+    ``head`` is the part before the data.
+
+    Raises:
+        Damaged: it is no such part.
+    """
+    try:
+        return {name: (each.dtype, each.shape, each.data_offsets) for name, each in _decode_layout(head[8:]).items()}
     except (*_UNREADABLE, RecursionError) as error:
         raise Damaged(f"{where}: not a safetensors blob ({error})") from None
 

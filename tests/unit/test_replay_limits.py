@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline import ConfigError, ReplayBuffer, Slices, UsageError
-from pipeline.replay import buffer as module
+from pipeline.replay import folder_verbs as module
 from tests.support.replay import everything, filled, ids, prioritized, probabilities, rows
 
 LAST_ENV = 2**20 - 1

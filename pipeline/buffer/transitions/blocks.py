@@ -7,6 +7,8 @@ from how far behind the next row's predecessor lies.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots
 from pipeline.errors import Damaged
-from pipeline.store.codec import dtype_name, read_bytes
+from pipeline.store.codec import dtype_name, item_bytes, read_bytes
 
 KEPT_MARKS = (EPISODE, PLACE, BEHIND, VERSION, END)
 BLOCK_BYTES = 4 << 20
@@ -42,26 +44,29 @@ def encode_rows(ring: Ring, slots: Slots, count: int, memory: Recycler | None = 
     """As :func:`encode_block`, of the rows in ``count`` slots."""
     layout = ring.storage.layout
     assert layout is not None
-    parts = [(column.name, column.bits, column.shape, _name(column)) for column in layout.schema.columns]
-    parts += [(name, MARKS[name], (), _name(Column(name, MARKS[name].name))) for name in KEPT_MARKS]
-    # Wide types first, so that each is aligned to its own item size without gaps.
-    parts.sort(key=lambda part: -part[1].itemsize)
+    columns = [*layout.schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]
+    columns.sort(key=lambda column: -column.bits.itemsize)
+    head, offsets = blob_head([(each.name, stored_name(each), (count, *each.shape)) for each in columns])
+    blob = (memory or Recycler()).array("block", len(head) + offsets[-1], (), np.dtype(np.uint8))
+    blob[: len(head)] = np.frombuffer(head, np.uint8)
+    for column, begin, end in zip(columns, offsets, offsets[1:], strict=False):
+        part = blob[len(head) + begin : len(head) + end].view(column.bits).reshape(count, *column.shape)
+        part[...] = ring.storage.view(column.name)[slots]
+    return memoryview(blob.data)
+
+
+def blob_head(parts: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
+    """Return the beginning of a ``safetensors`` blob up to its data, and where in these each part begins, and the last
+    one ends. Parts are (name, dtype as safetensors spells it, shape), wide types first, so that each is aligned to its
+    own item size without gaps."""
     header: dict[str, Any] = {}
-    offset = 0
-    for name, bits, shape, dtype in parts:
-        size = count * bits.itemsize * int(np.prod(shape, dtype=np.int64))
-        header[name] = {"dtype": dtype, "shape": [count, *shape], "data_offsets": [offset, offset + size]}
-        offset += size
+    offsets = [0]
+    for name, dtype, shape in parts:
+        offsets.append(offsets[-1] + item_bytes(dtype) * prod(shape))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets[-2:]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    blob = (memory or Recycler()).array("block", 8 + len(text) + offset, (), np.dtype(np.uint8))
-    blob[: 8 + len(text)] = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-    at = 8 + len(text)
-    for name, bits, shape, _ in parts:
-        size = count * bits.itemsize * int(np.prod(shape, dtype=np.int64))
-        blob[at : at + size].view(bits).reshape(count, *shape)[...] = ring.storage.view(name)[slots]
-        at += size
-    return memoryview(blob.data)
+    return len(text).to_bytes(8, "little") + text, offsets
 
 
 def decode_block(blob: Any, schema: Schema, count: int, where: str) -> Arrays:
@@ -70,21 +75,32 @@ def decode_block(blob: Any, schema: Schema, count: int, where: str) -> Arrays:
     Raises:
         Damaged: it is no block of so many rows of these columns.
     """
+    columns = [*schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]
+    arrays = decode_columns(blob, columns, (count,), where)
+    # An episode may have been cut between the moment that was saved and the writing; `cut_keys` are of that moment.
+    arrays[END] = np.where(arrays[END] == CUT, 0, arrays[END])
+    return arrays
+
+
+def decode_columns(blob: Any, columns: Sequence[Column], leading: tuple[int, ...], where: str) -> Arrays:
+    """Return the columns [*leading, ...] of a blob by name, as views of it.
+
+    Raises:
+        Damaged: one is missing, or of another dtype or shape.
+    """
     found = read_bytes(blob, where)
     arrays: Arrays = {}
-    for column in [*schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]:
+    for column in columns:
         tensor = found.get(column.name)
         if tensor is None:
             raise Damaged(f"{where}: a block of rows without {column.name!r}")
-        shape = (count, *column.shape)
-        if tensor.dtype != _name(column) or tensor.shape != shape:
+        shape, dtype = (*leading, *column.shape), stored_name(column)
+        if tensor.dtype != dtype or tensor.shape != shape:
             raise Damaged(
-                f"{where}: {column.name!r} is {tensor.dtype}{list(tensor.shape)} there, {_name(column)}{list(shape)} "
+                f"{where}: {column.name!r} is {tensor.dtype}{list(tensor.shape)} there, {dtype}{list(shape)} "
                 "was expected"
             )
         arrays[column.name] = tensor.array.view(column.bits).reshape(shape)
-    # An episode may have been cut between the moment that was saved and the writing; `cut_keys` are of that moment.
-    arrays[END] = np.where(arrays[END] == CUT, 0, arrays[END])
     return arrays
 
 
@@ -106,6 +122,7 @@ def take_back(ring: Ring, first: int, count: int, arrays: Arrays) -> None:
             ring.link_back(first + start, part[BEHIND], part[EPISODE], part[PLACE])
 
 
-def _name(column: Column) -> str:
+def stored_name(column: Column) -> str:
+    """Return how safetensors spells the dtype in which a column is stored."""
     kind = column.torch_only
     return dtype_name(torch.from_numpy(np.empty(0, column.bits)).dtype if kind is None else kind)
