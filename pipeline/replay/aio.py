@@ -15,6 +15,7 @@ from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.columns import Rows
 from pipeline.checkpoint.triggers import exit_by_code
 from pipeline.errors import Stopped, StoppedExit, TimedOut, UsageError
+from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.replay.saving import ReplayResumed
 from pipeline.replay.store import Saving
 from pipeline.replay.write_back import WrittenBack
@@ -26,7 +27,36 @@ T = TypeVar("T")
 _MOST_INLINE = 1 << 20  # bytes; a larger copy takes longer than the loop may be held
 
 
-class AsyncReplayBuffer:
+class AsyncFolderVerbs:
+    """The verbs of any buffer with a folder, for tasks."""
+
+    def __init__(self, buffer: FolderVerbs) -> None:
+        self._buffer = buffer
+
+    async def save(self, step: int, *, wait: bool = False) -> Saving:
+        """Commit; see :meth:`~pipeline.ReplayBuffer.save`. What is attached is read while this is awaited."""
+        self._buffer.listen()
+        try:
+            return await anyio.to_thread.run_sync(partial(self._buffer.save, step, wait=wait))
+        except StoppedExit as stopped:  # from within a task, a SystemExit would tear the loop down
+            exit_by_code()
+            raise Stopped(stopped.code, stopped.reason, stopped.step, stopped.generation) from None
+
+    async def aclose(self) -> None:
+        """Wait for what is being written, and give the folder back."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._buffer.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncReplayBuffer(AsyncFolderVerbs):
     """The verbs of a :class:`~pipeline.ReplayBuffer` for tasks of any event loop, several of them if need be.
 
     ::
@@ -41,6 +71,7 @@ class AsyncReplayBuffer:
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
+        super().__init__(buffer)
         self.buffer = buffer
 
     async def extend(self, rows: Rows, **more: Any) -> Sequence[int]:
@@ -83,32 +114,10 @@ class AsyncReplayBuffer:
         write = partial(self.buffer.write_back, keys, columns, **more)
         return await anyio.to_thread.run_sync(write) if _large(columns) else write()
 
-    async def save(self, step: int, *, wait: bool = False) -> Saving:
-        """Commit; see :meth:`~pipeline.ReplayBuffer.save`. What is attached is read while this is awaited."""
-        self.buffer.listen()
-        try:
-            return await anyio.to_thread.run_sync(partial(self.buffer.save, step, wait=wait))
-        except StoppedExit as stopped:  # from within a task, a SystemExit would tear the loop down
-            exit_by_code()
-            raise Stopped(stopped.code, stopped.reason, stopped.step, stopped.generation) from None
-
     async def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
         """Go on; see :meth:`~pipeline.ReplayBuffer.resume`."""
         self.buffer.listen()
         return await anyio.to_thread.run_sync(partial(self.buffer.resume, step, continue_episodes=continue_episodes))
-
-    async def aclose(self) -> None:
-        """Wait for what is being written, and give the folder back."""
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.buffer.close)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def _let_in(self, work: Callable[[], T], *, in_thread: bool = False) -> T:
         """Do ``work`` once the limiter lets it; somebody else may be quicker, and then it waits on."""

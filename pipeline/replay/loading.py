@@ -73,7 +73,7 @@ def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring) -> Read
             f"{path}: the rows have the columns {', '.join(map(str, state.schema.columns))}; this buffer has "
             f"{', '.join(map(str, schema.columns))}. Build it without schema=, or with that one"
         )
-    values = _read_values(stored)
+    values = read_values(stored)
     ring = like.like(state.schema)
     ring.restore(state.added, state.size, state.cut_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
@@ -124,7 +124,8 @@ def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequen
             take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where))
 
 
-def _read_values(stored: Stored) -> dict[str, np.ndarray]:
+def read_values(stored: Stored) -> dict[str, np.ndarray]:
+    """Return the arrays of a generation, whose files have been compared with its manifest."""
     values = {}
     for info in stored.manifest.files:
         folder, _, name = info.path.partition("/")

@@ -166,6 +166,11 @@ class SaverOf(Generic[P, F]):
                 self._check_unused(store)
             return store
 
+    @property
+    def begun(self) -> bool:
+        """Whether :meth:`begin` has nothing to find out: it was done, or there is no folder."""
+        return self._ready or self.store is None
+
     def _job(self, parts: P) -> SaveJob:
         """Capture everything as of now; the caller has the buffer's lock."""
         raise NotImplementedError

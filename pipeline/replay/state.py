@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from pipeline.errors import Damaged, NewerFormat
 STATE_VERSION = 1
 STATE_FILE = "replay.json"
 VALUES_FOLDER = "values"
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class BufferState(msgspec.Struct, kw_only=True):
@@ -58,7 +60,7 @@ class BufferState(msgspec.Struct, kw_only=True):
         return None if self.columns is None else Schema(tuple(self.columns))
 
 
-def encode_state(state: BufferState, unknown: dict[str, Any]) -> bytes:
+def encode_state(state: msgspec.Struct, unknown: dict[str, Any]) -> bytes:
     """Return the file's bytes; ``unknown`` are fields of a newer version that are carried along."""
     return msgspec.json.format(msgspec.json.encode({**unknown, **msgspec.to_builtins(state)})) + b"\n"
 
@@ -70,28 +72,44 @@ def decode_state(raw: bytes, where: str) -> tuple[BufferState, dict[str, Any]]:
         NewerFormat: it was written by a newer version.
         Damaged: it is no such state.
     """
+    return decode_fields(raw, where, BufferState, STATE_VERSION, _check)
+
+
+def decode_fields(
+    raw: bytes, where: str, kind: type[S], newest: int, check: Callable[[S], object]
+) -> tuple[S, dict[str, Any]]:
+    """Return the state of some kind in a file, and the fields of it that this version does not know.
+
+    Raises:
+        NewerFormat: it was written by a newer version.
+        Damaged: it is no such state, or ``check`` finds it wrong.
+    """
     try:
         fields = msgspec.json.decode(raw)
         version = fields.get("format_version", 0)
-        if version > STATE_VERSION:
+        if version > newest:
             raise NewerFormat(
-                f"{where}: the buffer's state has format {version}; this version reads up to {STATE_VERSION}. "
+                f"{where}: the buffer's state has format {version}; this version reads up to {newest}. "
                 "Install a newer forebay."
             )
-        state = msgspec.convert(fields, BufferState)
-        if not (0 <= state.size <= state.added and state.size <= max(state.capacity, 0)):
-            raise ValueError(f"{state.size} rows of {state.added} that were added to {state.capacity} places")
-        for open_episode in state.open_episodes:
-            if len(open_episode) != 4 or not 0 <= open_episode[0] < 1 << 20:
-                raise ValueError(f"an open episode is said to be {open_episode}")
-        if state.columns is not None:
-            for column in state.columns:
-                if column.nbytes < 0 or min(column.shape, default=0) < 0:
-                    raise ValueError(f"a column is said to be {column}")
+        state = msgspec.convert(fields, kind)
+        check(state)
     except (msgspec.MsgspecError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{where}: the buffer's state is damaged ({error})") from None
-    known = set(BufferState.__struct_fields__)
+    known = set(kind.__struct_fields__)
     return state, {name: value for name, value in fields.items() if name not in known}
+
+
+def _check(state: BufferState) -> None:
+    if not (0 <= state.size <= state.added and state.size <= max(state.capacity, 0)):
+        raise ValueError(f"{state.size} rows of {state.added} that were added to {state.capacity} places")
+    for open_episode in state.open_episodes:
+        if len(open_episode) != 4 or not 0 <= open_episode[0] < 1 << 20:
+            raise ValueError(f"an open episode is said to be {open_episode}")
+    if state.columns is not None:
+        for column in state.columns:
+            if column.nbytes < 0 or min(column.shape, default=0) < 0:
+                raise ValueError(f"a column is said to be {column}")
 
 
 def generator_state(rng: np.random.Generator) -> dict[str, Any]:

@@ -1,61 +1,82 @@
 """A buffer of trajectories, of which single transitions are sampled.
 
-The rows of all trajectories lie one after the other in a ring, so that the window of the newest ones is one range of
-row numbers, and a batch is one gather. A trajectory is there whole or not at all: what is added is checked before
-anything is changed, and a batch is copied out under the lock under which rows are written.
+A trajectory is there whole or not at all: what is added is checked before anything is changed, and a batch is copied
+out under the lock under which rows are written, or read from files that nobody changes.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Schema
-from pipeline.buffer.transitions.storage import TransitionStorage, to_torch
+from pipeline.buffer.transitions.storage import to_torch
 from pipeline.config import TrajectoryOptions
-from pipeline.errors import ClosedError, ConfigError, Starved
+from pipeline.errors import ConfigError, ForebayError, Starved
 from pipeline.replay.flattening import Aligned, TrajectoryInfo, aligned, nested
-from pipeline.replay.state import generator_state, set_generator
+from pipeline.replay.folder_verbs import due_of, not_after_fork
+from pipeline.replay.gate import Gate
+from pipeline.replay.segment_rows import SegmentRows
+from pipeline.replay.shelving import Shelving
+from pipeline.replay.trajectory_aio import AsyncTrajectoryBuffer
+from pipeline.replay.trajectory_draws import Draw
+from pipeline.replay.trajectory_saving import TrajectoryParts, TrajectorySaver
+from pipeline.replay.trajectory_verbs import TrajectoryVerbs
+from pipeline.store.files import FilesLike
 
 
-class TrajectoryBuffer:
+class TrajectoryBuffer(TrajectoryVerbs):
     """The newest trajectories of tensors [T, B, ...]: T steps of B environments.
 
     ::
 
-        buffer = TrajectoryBuffer(sample_window_size=100, seed=1)
-        buffer.add_trajectories([{"rewards": rewards, "actions": actions, "curr_obs": {"states": states}}])
-        batch = buffer.sample(num_chunks=256)  # batch["curr_obs"]["states"] is [256, ...]
+        buffer = TrajectoryBuffer(sample_window_size=100, directory="runs/t", auto_save=True, seed=1)
+        buffer.attach(agent=agent)
+        for step in range(buffer.resume().step + 1, steps + 1):
+            buffer.add_trajectories([{"rewards": rewards, "actions": actions, "curr_obs": {"states": states}}])
+            agent.update(buffer.sample(num_chunks=256))  # batch["curr_obs"]["states"] is [256, ...]
+            if buffer.save_due(step):
+                buffer.save(step)
 
-    Every verb may be called from any thread. Options are those of :class:`~pipeline.config.TrajectoryOptions`. The
-    buffer has a random generator of its own, whose state is part of :meth:`state`.
+    Every verb may be called from any thread; ``buffer.aio`` has those that may wait for tasks. Options are those of
+    :class:`~pipeline.config.TrajectoryOptions`. The buffer has a random generator of its own, whose state is saved.
     """
 
-    def __init__(self, **options: Any) -> None:
-        """Raises:
-        ConfigError: an option is unknown or out of range.
+    def __init__(self, *, files: FilesLike | None = None, **options: Any) -> None:
+        """Args:
+        files: the file layer, for tests.
+        options: see :class:`~pipeline.config.TrajectoryOptions`.
+
+        Raises:
+            ConfigError: an option is unknown or out of range.
         """
         self.options = TrajectoryOptions.of(options)
-        self._window = self.options.sample_window_size
-        self._most: int | None = 1  # the largest window so far; None: everything
-        self._lock = threading.RLock()
-        self._storage = TransitionStorage(0)
-        self._infos: list[TrajectoryInfo] = []
-        self._begin = self._end = 0  # numbers of the first row that is there, and of the next one
+        self.gate = Gate()
+        self._saver: TrajectorySaver = TrajectorySaver(self.options, self.gate, files)
+        store = self._saver.store
+        self._shelving = Shelving(self.gate, store, lambda: self._own.shelf, self._let_go)
+        self._saver.shelving = self._shelving
+        self._due = due_of(store)
+        self._rows = None if store is None else SegmentRows(store.folder.layout, lambda: store.folder.tag)
+        self._closed = self._forked = False
+        self._own = TrajectoryParts(self.options)
         self._first = 0  # the number of the window's first row
-        self._next = 0
-        self._rng = np.random.Generator(np.random.PCG64([self.options.seed, 0]))
-        self._closed = False
-        self._widen()
+        self._widen(self._own)
+        not_after_fork(self)
+
+    @property
+    def aio(self) -> AsyncTrajectoryBuffer:
+        """The same buffer for tasks: its verbs are awaited."""
+        return AsyncTrajectoryBuffer(self)
 
     # -- adding ------------------------------------------------------------------------------------------------
 
     def add_trajectories(self, trajectories: Iterable[Any]) -> range:
         """Add trajectories, all or none of them, as copies; the oldest go where there are more than are held.
+
+        With a directory it waits while more is queued to be written than the disk takes.
 
         Args:
             trajectories: mappings, or objects with such attributes, of tensors [T, B, ...] and mappings of such, with
@@ -68,65 +89,40 @@ class TrajectoryBuffer:
 
         Raises:
             ConfigError: a field is missing or unknown, or has another shape or dtype. Nothing was changed.
+            UsageError: the folder is in use, and was not resumed. Nothing was changed.
+            WriteFailed: what was added before could not be written beside the training; it is in memory still, and
+                will be tried again. Nothing was changed.
         """
         given = [aligned(each, self.options) for each in trajectories]
-        with self._lock:
+        self._usable()
+        if not self._saver.begun:
+            self._saver.begin()
+        with self.gate.lock:
             self._usable()
-            schema = self._storage.schema
+            self._shelving.wait_for_room()
+            self._shelving.raise_failed()
+            self._usable()
+            schema = self._own.shelf.schema
             rows: list[Arrays] = []
             for each in given:
                 flat = each.flat()
                 schema = schema or Schema.of(flat)
                 rows.append(schema.check(flat)[0])
+            shelf = self._own.shelf
             if schema is not None and given:
                 self._take(schema, given, rows)
-            return range(self._next - len(given), self._next)
+            return range(shelf.next - len(given), shelf.next)
 
     def _take(self, schema: Schema, given: list[Aligned], rows: list[Arrays]) -> None:
-        infos = [each.info(self._next + number) for number, each in enumerate(given)]
-        there = len(self._infos)
-        excess = 0 if self._held is None else max(0, there + len(infos) - self._held)
-        gone = [*self._infos[:excess], *infos[: max(0, excess - there)]]
-        begin, end = self._begin + _rows(gone), self._end + _rows(infos)
-        self._fit(schema, begin, end)
-        row = self._end
-        for info, arrays in zip(infos, rows, strict=True):
-            if row >= begin:
-                self._write(row, info.num_samples, arrays)
-            row += info.num_samples
-        self._infos += infos
-        del self._infos[:excess]
-        self._begin, self._end, self._next = begin, end, self._next + len(infos)
+        shelf = self._own.shelf
+        end = shelf.next + len(given)
+        infos = [each.info(shelf.next + number) for number, each in enumerate(given)]
+        low, cached = self._kept(end)
+        shelf.add(schema, infos, rows, low=low, cached=cached)
         self._set_first()
-
-    def _fit(self, schema: Schema, begin: int, end: int) -> None:
-        """See to it that the rows ``begin`` to ``end`` have room; those that are there keep their numbers."""
-        old, least = self._storage, end - begin
-        if least <= old.capacity:
-            return
-        try:
-            storage = TransitionStorage(max(least, 2 * old.capacity), schema)
-        except ConfigError:
-            storage = TransitionStorage(least, schema)
-        self._copy(old, storage, begin)
-        self._storage = storage
-
-    def _copy(self, old: TransitionStorage, storage: TransitionStorage, begin: int) -> None:
-        row = begin
-        while row < self._end:
-            source, target = row % old.capacity, row % storage.capacity
-            count = min(old.capacity - source, storage.capacity - target, self._end - row)
-            storage.records[target : target + count] = old.records[source : source + count]
-            for name, array in old.large.items():
-                storage.large[name][target : target + count] = array[source : source + count]
-            row += count
-
-    def _write(self, row: int, count: int, arrays: Arrays) -> None:
-        slot = row % self._storage.capacity
-        room = min(count, self._storage.capacity - slot)
-        self._storage.write(slice(slot, slot + room), {name: array[:room] for name, array in arrays.items()})
-        if room < count:
-            self._storage.write(slice(0, count - room), {name: array[room:] for name, array in arrays.items()})
+        if self._saver.store is not None:
+            held = self._own.room(self.options).cache
+            self._shelving.want(end if self.options.auto_save or held is None else end - held)
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
@@ -145,84 +141,109 @@ class TrajectoryBuffer:
         Raises:
             ConfigError: ``num_chunks`` is no whole number from 1 on.
             Starved: nothing is there; or, strict, less than was asked for.
+            Damaged, StoreError: a trajectory cannot be read from the disk. Nothing was drawn.
         """
         if num_chunks.__class__ is not int or num_chunks < 1:
             raise ConfigError.of("num_chunks", num_chunks, "a whole number from 1 on is needed")
-        with self._lock:
+        with self.gate.lock:
             self._usable()
-            total = self._end - self._first
+            own = self._own
+            shelf, first = own.shelf, self._first
+            total = shelf.end - first
             if not total:
                 raise Starved("the buffer is empty: add trajectories first")
             if num_chunks > total and (self.options.strict if strict is None else strict):
                 raise Starved(f"num_chunks={num_chunks}, and the window has {total} transitions; add, or ask for less")
-            rows = self._rng.integers(self._first, self._end, min(num_chunks, total))
-            found = self._storage.gather(rows % self._storage.capacity)
-        return nested(to_torch(found.layout, found.arrays))
+            if first >= shelf.begin:
+                found = shelf.gather(own.rng.integers(first, shelf.end, min(num_chunks, total)))
+                return nested(to_torch(found.layout, found.arrays))
+            assert self._rows is not None
+            before = own.rng.bit_generator.state
+            rows = own.rng.integers(first, shelf.end, min(num_chunks, total))
+            after = own.rng.bit_generator.state
+            try:
+                draw = Draw(shelf, rows, self._rows)
+            except ForebayError:
+                own.rng.bit_generator.state = before
+                raise
+        try:
+            return self._read(draw)
+        except ForebayError:
+            with self.gate.lock:
+                if own.rng.bit_generator.state == after:  # nobody has drawn since
+                    own.rng.bit_generator.state = before
+            raise
 
-    def _set_first(self) -> None:
-        """Find where the window begins."""
-        inside = 0 < self._window < len(self._infos)
-        self._first = self._end - _rows(self._infos[-self._window :]) if inside else self._begin
+    def _read(self, draw: Draw) -> dict[str, Any]:
+        """Return what was drawn; the lock is not held, as nobody changes what lies on the disk."""
+        arrays = draw.read()
+        if draw.found_data:
+            with self.gate.lock:
+                for number, begin in draw.found_data.items():
+                    draw.shelf.note_data(number, begin)
+        return nested(to_torch(draw.layout, arrays))
 
     @property
     def sample_window_size(self) -> int:
         """Of how many of the newest trajectories transitions are drawn; 0 or less: of all. May be set at any time."""
-        return self._window
+        return self._own.window
 
     @sample_window_size.setter
     def sample_window_size(self, window: int) -> None:
         self.options.check_window(window)
-        with self._lock:
-            self._window = window
-            self._widen()
+        with self.gate.lock:
+            self._own.window = window
+            self._widen(self._own)
             self._set_first()
-
-    def _widen(self) -> None:
-        if self._most is not None:
-            self._most = max(self._most, self._window) if self._window > 0 else None
-
-    @property
-    def _held(self) -> int | None:
-        return self._most if self.options.cache_size is None else self.options.cache_size
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """How many trajectories there are."""
-        return len(self._infos)
+        return len(self._own.shelf)
+
+    def __bool__(self) -> bool:
+        """True, whatever is there: ``given or TrajectoryBuffer()`` asks whether a buffer was given."""
+        return True
 
     @property
     def total_samples(self) -> int:
         """How many transitions there are."""
-        with self._lock:
-            return self._end - self._begin
+        with self.gate.lock:
+            shelf = self._own.shelf
+            return shelf.end - shelf.start(shelf.low)
 
     @property
     def trajectory_counter(self) -> int:
         """The number of the next trajectory."""
-        return self._next
+        return self._own.shelf.next
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
-        return len(self._infos) >= min_size
+        return len(self) >= min_size
 
     def get_stats(self) -> dict[str, int]:
-        """Return how the buffer stands: trajectories and transitions that there are, trajectories in memory, the
-        transitions that can be drawn now, and bytes of memory."""
-        with self._lock:
+        """Return how the buffer stands: trajectories and transitions that there are; trajectories in memory
+        (``cache_size``), and those that are on the disk for good; the transitions that can be drawn now; bytes of
+        memory, and of rows that wait to be written."""
+        with self.gate.lock:
+            shelf = self._own.shelf
             return {
-                "num_trajectories": len(self._infos),
+                "num_trajectories": len(shelf),
                 "total_samples": self.total_samples,
-                "cache_size": len(self._infos),
-                "window_samples": self._end - self._first,
-                "trajectory_counter": self._next,
-                "memory_bytes": self._storage.capacity * self._storage.row_bytes,
+                "cache_size": shelf.next - shelf.cached,
+                "on_disk": max(0, shelf.synced - shelf.low),
+                "window_samples": shelf.end - self._first,
+                "trajectory_counter": shelf.next,
+                "memory_bytes": shelf.storage.capacity * shelf.storage.row_bytes,
+                "queued_bytes": self._shelving.queued_bytes,
             }
 
     def infos(self) -> list[TrajectoryInfo]:
         """Return what is known of each trajectory, oldest first."""
-        with self._lock:
-            return list(self._infos)
+        with self.gate.lock:
+            shelf = self._own.shelf
+            return [shelf.info(number) for number in range(shelf.low, shelf.next)]
 
     def trajectory(self, number: int) -> dict[str, Any]:
         """Return a copy of a trajectory: tensors [T, B, ...] by field, nested as they were given, with
@@ -230,109 +251,53 @@ class TrajectoryBuffer:
 
         Raises:
             ConfigError: it is not there.
+            Damaged, StoreError: it cannot be read from the disk.
         """
-        with self._lock:
+        with self.gate.lock:
             self._usable()
-            row = self._begin
-            for info in self._infos:
-                if info.trajectory_id == number:
-                    rows = np.arange(row, row + info.num_samples)
-                    found = self._storage.gather(rows % self._storage.capacity)
-                    break
-                row += info.num_samples
-            else:
-                there = f"{self._infos[0].trajectory_id} to {self._next - 1} are" if self._infos else "none is"
+            shelf = self._own.shelf
+            if number.__class__ is not int or not shelf.low <= number < shelf.next:
+                there = f"{shelf.low} to {shelf.next - 1} are" if len(shelf) else "none is"
                 raise ConfigError.of("number", number, f"{there} there")
-        fields = to_torch(found.layout, {name: np.array(array) for name, array in found.arrays.items()})
+            info, arrays = shelf.info(number), self._whole(shelf, number)
+            layout = shelf.storage.layout
+        assert layout is not None
+        fields = to_torch(layout, {name: np.array(array) for name, array in arrays.items()})
         shaped = {name: tensor.reshape(*info.shape, *tensor.shape[1:]) for name, tensor in fields.items()}
         plain = {"max_episode_length": info.max_episode_length, "model_weights_id": info.model_weights_id}
         return {**nested(shaped), **plain}
 
     def clear(self) -> None:
         """Forget every trajectory, and the fields: others may be added then. Numbers are not used again."""
-        with self._lock:
+        with self.gate.lock:
             self._usable()
             self._forget()
-
-    def _forget(self) -> None:
-        self._storage, self._infos, self._begin = TransitionStorage(0), [], self._end
-        self._set_first()
+        self.gate.changed()
 
     def clear_cache(self) -> None:
-        """Give back the memory that no trajectory needs; all that could be sampled still can."""
-        with self._lock:
+        """Give back the memory that no trajectory needs: with a directory, of all that is on the disk for good. All
+        that could be sampled still can."""
+        with self.gate.lock:
             self._usable()
-            old = self._storage
-            if old.schema is None or self.total_samples == old.capacity:
-                return
-            storage = TransitionStorage(self.total_samples, old.schema)
-            self._copy(old, storage, self._begin)
-            self._storage = storage
+            shelf = self._own.shelf
+            if self._saver.store is not None:
+                shelf.let_go(shelf.low, max(shelf.cached, min(shelf.next, shelf.may_let_go(shelf.low))))
+            shelf.shrink()
 
     def close(self) -> None:
-        """Give all memory back; nothing can be added or sampled any more. Again is nothing."""
-        with self._lock:
-            self._forget()
-            self._closed = True
-
-    def _usable(self) -> None:
-        if self._closed:
-            raise ClosedError("this buffer is closed")
-
-    # -- state -------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Return everything but the rows, as plain values that JSON keeps: fields, what is known of each trajectory,
-        the next number, the window, and the state of the random generator."""
-        with self._lock:
-            self._usable()
-            schema = self._storage.schema
-            return {
-                "columns": [] if schema is None else msgspec.to_builtins(schema.columns),
-                "infos": msgspec.to_builtins(self._infos),
-                "trajectory_counter": self._next,
-                "sample_window_size": self._window,
-                "most": self._most,
-                "random": generator_state(self._rng),
-            }
-
-    def arrays(self) -> Arrays:
-        """Return copies of the fields of all rows [total_samples, ...], oldest trajectory first, as they are held."""
-        with self._lock:
-            self._usable()
-            if self._storage.schema is None:
-                return {}
-            rows = np.arange(self._begin, self._end)
-            found = self._storage.gather(rows % self._storage.capacity)
-            return {name: np.array(array) for name, array in found.arrays.items()}
-
-    def load(self, state: dict[str, Any], arrays: Arrays) -> None:
-        """Take back what :meth:`state` and :meth:`arrays` gave: then the same is sampled as would have been.
+        """Wait for what is being written, and give back the folder, the signals and all memory; nothing can be added or
+        sampled any more. Again is nothing. In a forked child it does nothing.
 
         Raises:
-            ConfigError: the rows are not those of the state. Nothing was changed.
+            WriteFailed: something could not be written, and nobody was told yet. It is closed all the same.
         """
-        infos = msgspec.convert(state["infos"], list[TrajectoryInfo])
-        schema = msgspec.convert({"columns": state["columns"]}, Schema)
-        total = sum(info.num_samples for info in infos)
-        for column in schema.columns:
-            array = arrays.get(column.name)
-            if array is None or array.dtype != column.bits or array.shape != (total, *column.shape):
-                raise ConfigError(f"field {column}: {total} rows of it are needed", option="arrays")
-        with self._lock:
-            self._usable()
-            storage = TransitionStorage(total, schema) if schema.columns else TransitionStorage(0)
-            if total:
-                storage.write(slice(0, total), {name: arrays[name] for name in schema.names})
-            set_generator(self._rng, state["random"])
-            self._storage, self._infos, self._begin, self._end = storage, infos, 0, total
-            self._next, self._window, self._most = (
-                state["trajectory_counter"],
-                state["sample_window_size"],
-                state["most"],
-            )
-            self._set_first()
-
-
-def _rows(infos: Sequence[TrajectoryInfo]) -> int:
-    return sum(info.num_samples for info in infos)
+        if self._forked:
+            return
+        try:
+            super().close()
+        finally:
+            with self.gate.lock:
+                self._forget()
+                self._closed = True
+                if self._rows is not None:
+                    self._rows.forget()

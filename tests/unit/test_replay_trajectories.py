@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from typing import Any
 
@@ -291,12 +290,23 @@ def test_nothing_is_done_with_a_closed_buffer() -> None:
     buffer.add_trajectories([trajectory(1)])
     buffer.close()
     buffer.close()
-    for act in (lambda: buffer.sample(1), lambda: buffer.add_trajectories([trajectory(1)]), buffer.state, buffer.clear):
+    for act in (
+        lambda: buffer.sample(1),
+        lambda: buffer.add_trajectories([trajectory(1)]),
+        buffer.state_dict,
+        buffer.clear,
+    ):
         with pytest.raises(ClosedError, match="closed"):
             act()
 
 
 # --- state
+
+
+def plain(buffer: TrajectoryBuffer) -> Any:
+    """Everything that a buffer holds, in values that can be compared."""
+    state = buffer.state_dict()
+    return state["state"], buffer.infos(), {name: array.tolist() for name, array in state["rows"].items()}
 
 
 @pytest.mark.parametrize("number", [0, 1, 7])
@@ -305,11 +315,10 @@ def test_after_loading_the_same_is_sampled_as_would_have_been(number: int) -> No
     for each in range(number):
         buffer.add_trajectories([trajectory(each, 1 + each, epochs=1, max_episode_length=each, model_weights_id="w")])
         buffer.sample(7)
-    twin = TrajectoryBuffer(cache_size=4, sample_window_size=4, seed=8)
+    twin = TrajectoryBuffer(cache_size=4, sample_window_size=2, seed=8)
     twin.add_trajectories([trajectory(99)])
-    twin.load(json.loads(json.dumps(buffer.state())), buffer.arrays())
-    assert twin.state() == buffer.state()
-    assert twin.infos() == buffer.infos()
+    twin.load_state_dict(buffer.state_dict())
+    assert plain(twin) == plain(buffer)
     for each in range(100, 106):
         for one in (buffer, twin):
             one.add_trajectories([trajectory(each, epochs=2)])
@@ -319,19 +328,63 @@ def test_after_loading_the_same_is_sampled_as_would_have_been(number: int) -> No
     assert twin.arrays()["actions"].tolist() == buffer.arrays()["actions"].tolist()
 
 
-def test_rows_that_are_not_of_the_state_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "held", "drawn_from"),
+    [
+        ({"cache_size": 2, "sample_window_size": 1}, [5, 6], {6}),
+        ({"cache_size": 4, "sample_window_size": 3}, [3, 4, 5, 6], {4, 5, 6}),
+        ({"capacity": 3, "sample_window_size": 0}, [4, 5, 6], {4, 5, 6}),
+        ({"sample_window_size": 2}, [5, 6], {5, 6}),
+        ({"sample_window_size": 0}, [1, 2, 3, 4, 5, 6], {1, 2, 3, 4, 5, 6}),
+    ],
+)
+def test_the_window_and_the_cache_that_are_set_count_after_loading(
+    options: dict[str, Any], held: list[int], drawn_from: set[int]
+) -> None:
+    buffer = TrajectoryBuffer(cache_size=6, sample_window_size=6)
+    buffer.add_trajectories([trajectory(number, 1 + number) for number in range(1, 7)])
+    twin = TrajectoryBuffer(**options)
+    twin.load_state_dict(buffer.state_dict())
+    assert whole(twin) == [each for number in held for each in rows(number, 1 + number)]
+    assert [info.trajectory_id + 1 for info in twin.infos()] == held
+    assert {int(reward // 1000) for reward in drawn(twin)} == drawn_from
+    assert twin.sample_window_size == options["sample_window_size"]
+    assert twin.add_trajectories([trajectory(7)]) == range(6, 7)
+
+
+def test_what_is_no_state_is_refused_and_nothing_is_changed() -> None:
     buffer = TrajectoryBuffer()
-    buffer.add_trajectories([trajectory(1)])
-    state, arrays = buffer.state(), buffer.arrays()
-    twin = TrajectoryBuffer()
-    for wrong in (
+    buffer.add_trajectories([trajectory(1, model_weights_id="w"), trajectory(2)])
+    good = buffer.state_dict()
+    state, values, arrays = good["state"], good["values"], good["rows"]
+    wrong: list[Any] = [
         {},
-        {**arrays, "rewards": arrays["rewards"][:-1]},
-        {**arrays, "rewards": arrays["rewards"].astype(int)},
-    ):
-        with pytest.raises(ConfigError, match="12 rows of it are needed"):
-            twin.load(state, wrong)
-        assert len(twin) == 0
+        None,
+        {**good, "state": {}},
+        {**good, "state": {**state, "size": "two"}},
+        {**good, "state": {**state, "size": 3}},
+        {**good, "state": {**state, "total_samples": 23}},
+        {**good, "state": {**state, "columns": None}},
+        {**good, "state": {**state, "columns": [{"name": "", "dtype": "float32"}]}},
+        {**good, "state": {**state, "generator": {"name": "PCG64"}}},
+        {**good, "state": {**state, "weights": []}},
+        {**good, "values": {}},
+        {**good, "values": {**values, "steps.int64": values["steps.int64"] * 0}},
+        {**good, "values": {**values, "envs.int64": [1]}},
+        {**good, "rows": {}},
+        {**good, "rows": {**arrays, "rewards": arrays["rewards"][:-1]}},
+        {**good, "rows": {**arrays, "rewards": arrays["rewards"].astype(int)}},
+        {**good, "rows": {**arrays, "rewards": arrays["rewards"].tolist()}},
+    ]
+    twin = TrajectoryBuffer()
+    twin.add_trajectories([{"x": torch.zeros(2, 2)}])
+    before = plain(twin)
+    for each in wrong:
+        with pytest.raises(ConfigError, match=r"no state of a buffer of trajectories|24 rows of it are needed"):
+            twin.load_state_dict(each)
+        assert plain(twin) == before
+    twin.load_state_dict(good)
+    assert plain(twin) == plain(buffer)
 
 
 def test_no_global_generator_is_touched() -> None:
@@ -397,10 +450,10 @@ def test_no_batch_mixes_two_trajectories_in_a_row_under_a_writer_and_readers() -
 def test_a_trajectory_that_does_not_fit_leaves_nothing_behind(bad: dict[str, Any], match: str) -> None:
     buffer = TrajectoryBuffer()
     buffer.add_trajectories([trajectory(1)])
-    before = (buffer.state(), whole(buffer))
+    before = plain(buffer)
     with pytest.raises(ConfigError, match=match):
         buffer.add_trajectories([trajectory(2), {**trajectory(3), **bad}])
-    assert (buffer.state(), whole(buffer)) == before
+    assert plain(buffer) == before
     aligned(buffer.sample(12))
 
 
@@ -409,7 +462,7 @@ def test_what_has_no_tensor_is_refused(nothing: Any) -> None:
     buffer = TrajectoryBuffer()
     with pytest.raises(ConfigError, match="no field with a tensor"):
         buffer.add_trajectories([nothing])
-    assert buffer.state() == TrajectoryBuffer().state()
+    assert plain(buffer) == plain(TrajectoryBuffer())
 
 
 @pytest.mark.parametrize(
@@ -420,7 +473,10 @@ def test_what_has_no_tensor_is_refused(nothing: Any) -> None:
         ({"cache_size": 3, "sample_window_size": 0}, "older trajectories are not in memory"),
         ({"seed": -1}, "seed=-1"),
         ({"sample_window_size": "all"}, "sample_window_size='all'"),
-        ({"capacity": 3}, "no option 'capacity'"),
+        ({"capacity": 0}, "capacity=0"),
+        ({"size": 3}, "no option 'size'"),
+        ({"auto_save": True}, "nowhere to write to"),
+        ({"keep": 0}, "keep=0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], match: str) -> None:
