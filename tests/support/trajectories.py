@@ -61,3 +61,26 @@ def draws(buffer: TrajectoryBuffer, count: int, size: int = 8) -> list[Any]:
         check(batch)
         found.append(batch["actions"].tolist())
     return found
+
+
+def run_for_ever(pipe: Any, directory: str) -> None:
+    """A trainer's process, which says what it has reached: it adds, samples and saves, and the disk is never quiet."""
+    options: dict[str, Any] = {"cache_size": 5, "capacity": 60, "sample_window_size": 0, "auto_save": True, "keep": 2}
+    buffer, net = TrajectoryBuffer(directory=directory, seed=4, **options), torch.nn.Linear(64, 64)
+    buffer.attach(net=net)
+    step = buffer.resume().step
+    pipe.send(("resumed", step))
+    saving = None
+    while True:
+        step += 1
+        with torch.no_grad():
+            net.weight.fill_(step)
+            net.bias.fill_(step)
+        for number in range(10 * step, 10 * step + 10):
+            buffer.add_trajectories([trajectory(number, 1 + number % 4, 1 + number % 3)])
+        check(buffer.sample(16))
+        if saving is not None and saving.done:
+            pipe.send(("committed", saving.step))
+            saving = None
+        if saving is None:
+            saving = buffer.save(step)

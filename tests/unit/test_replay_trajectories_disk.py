@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections import Counter as Counts
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,11 @@ from pipeline import (
 )
 from pipeline.checkpoint import verify
 from pipeline.replay import segment_rows, shelving, trajectory_draws
+from pipeline.replay import store as store_module
 from pipeline.store.files import OsFiles
 from pipeline.store.frames import PAYLOAD, scan
 from pipeline.store.layout import Layout
+from pipeline.store.writer import StoreWriter
 from tests.support.disk import ScriptedFiles
 from tests.support.replaying import Counter
 from tests.support.trajectories import check, contents, draws, numbers, trajectory
@@ -48,6 +52,13 @@ def add(buffer: TrajectoryBuffer, *which: int) -> None:
 def settled(buffer: TrajectoryBuffer) -> None:
     """Wait until nothing is being written."""
     buffer._shelving.join()
+
+
+def copied(directory: Path, name: object) -> Path:
+    """Return a copy of a folder that nobody has."""
+    target = directory.parent / f"{directory.name}-{name}"
+    shutil.copytree(directory, target)
+    return target
 
 
 def written(directory: Path) -> Counts[int]:
@@ -586,6 +597,42 @@ def test_segments_whose_trajectories_have_gone_are_removed(tmp_path: Path) -> No
     assert max(len(each) for each in left) <= 2
     assert left[0].isdisjoint(left[-1])
     assert verify(str(tmp_path)).whole
+
+
+@pytest.mark.parametrize(("capacity", "more"), [(None, 4), (3, 150)])
+def test_what_was_written_between_a_save_and_its_commit_stays_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None, more: int
+) -> None:
+    monkeypatch.setattr(shelving, "_LEAST_SYNC", 1)
+    monkeypatch.setattr(store_module, "StoreWriter", partial(StoreWriter, segment_bytes=1))  # a segment for each
+    commit = store_module.ReplayStore.commit
+    buffer = made(tmp_path, ScriptedFiles(), auto_save=True, cache_size=1, keep=1, capacity=capacity)
+    captured: list[Any] = []
+
+    def late(*given: Any) -> Any:
+        first = buffer.trajectory_counter
+        captured.append(contents(buffer))
+        add(buffer, *range(first, first + more))
+        settled(buffer)
+        return commit(*given)
+
+    monkeypatch.setattr(store_module.ReplayStore, "commit", late)
+    with buffer:
+        for step in range(1, 4):
+            add(buffer, buffer.trajectory_counter)
+            buffer.save(step, wait=True)
+            buffer.clear_cache()
+            for info in buffer.infos():
+                check(buffer.trajectory(info.trajectory_id))
+            with made(copied(tmp_path, step)) as again:
+                again.resume()
+                assert contents(again) == captured[-1]
+        monkeypatch.setattr(store_module.ReplayStore, "commit", commit)
+        buffer.save(9, wait=True)
+        expected = contents(buffer)
+    with made(tmp_path) as again:
+        again.resume()
+        assert contents(again) == expected
 
 
 def test_what_has_gone_before_it_was_written_is_not_written(tmp_path: Path) -> None:
