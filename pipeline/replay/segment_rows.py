@@ -20,7 +20,7 @@ from pipeline.errors import Damaged, StoreError
 from pipeline.replay.flattening import TrajectoryInfo
 from pipeline.replay.trajectory_blobs import BlobLayout, Run
 from pipeline.store.files import plain_handle
-from pipeline.store.frames import HEADER_BYTES, PAYLOAD, crc32c, decode_header
+from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c_more, decode_header
 from pipeline.store.layout import Layout, SegmentKey
 from pipeline.store.segments import Block
 
@@ -111,36 +111,52 @@ class SegmentRows:
         """Close what nobody reads."""
         self._files.clear()
 
-    def find_data(self, file: SegmentFile, block: Block, info: TrajectoryInfo, layout: BlobLayout) -> int:
-        """Return where the data of a payload begin, once its headers have been checked.
+    def find_data(
+        self, file: SegmentFile, block: Block, info: TrajectoryInfo, layout: BlobLayout, *, checked: bool = True
+    ) -> int:
+        """Return where the data of a payload begin, once its headers have been checked; unless it was ``checked``
+        before, its checksum too.
 
         Raises:
             Damaged: another payload lies there, or none.
             StoreError: it cannot be read.
         """
-        where = f"{file.path} at byte {block.offset}"
+        header = self._header(file, block)
         begin = block.offset + HEADER_BYTES
-        raw = bytes(file.take(block.offset, HEADER_BYTES + 8))
-        header = decode_header(raw[:HEADER_BYTES], where)
-        if header is None or header.kind != PAYLOAD or header.length != block.length:
-            raise Damaged(f"{where}: trajectory {block.first} is damaged or missing. Restore the file from a copy.")
-        if (header.run_tag, header.sequence) != (self._run_tag(), block.first):
-            raise Damaged(f"{where}: is not trajectory {block.first}. Restore the file from a copy.")
-        length = 8 + int.from_bytes(raw[HEADER_BYTES:], "little")
+        length = 8 + int.from_bytes(file.take(begin, min(8, block.length)), "little")
         if length > block.length:
-            raise Damaged(f"{where}: trajectory {block.first} is damaged. Restore the file from a copy.")
-        layout.check_head(bytes(file.take(begin, length)), info, where)
+            raise _damaged(file, block)
+        layout.check_head(bytes(file.take(begin, length)), info, f"{file.path} at byte {block.offset}")
+        if not checked:
+            self._payload(file, block, header)
         return begin + length
 
     def whole(self, file: SegmentFile, block: Block, info: TrajectoryInfo, layout: BlobLayout) -> Arrays:
         """Return all rows of a trajectory, and check its payload; see :meth:`find_data`."""
-        self.find_data(file, block, info, layout)
-        where = f"{file.path} at byte {block.offset}"
-        header = decode_header(bytes(file.take(block.offset, HEADER_BYTES)), where)
+        payload = self._payload(file, block, self._header(file, block))
+        return layout.decode(payload, info, f"{file.path} at byte {block.offset}")
+
+    def _header(self, file: SegmentFile, block: Block) -> Header:
+        header = decode_header(bytes(file.take(block.offset, HEADER_BYTES)), file.path)
+        if header is None or header.kind != PAYLOAD or header.length != block.length:
+            raise _damaged(file, block)
+        if (header.run_tag, header.sequence) != (self._run_tag(), block.first):
+            raise _damaged(file, block)
+        return header
+
+    @staticmethod
+    def _payload(file: SegmentFile, block: Block, header: Header) -> bytearray:
         payload = file.take(block.offset + HEADER_BYTES, block.length)
-        if header is None or crc32c(bytes(payload)) != header.checksum:
-            raise Damaged(f"{where}: trajectory {block.first} is damaged. Restore the file from a copy.")
-        return layout.decode(payload, info, where)
+        if crc32c_more(0, payload) != header.checksum:
+            raise _damaged(file, block)
+        return payload
+
+
+def _damaged(file: SegmentFile, block: Block) -> Damaged:
+    return Damaged(
+        f"{file.path} at byte {block.offset}: trajectory {block.first} is damaged or missing. Restore the file from a "
+        "copy, or resume() an older generation."
+    )
 
 
 def read_rows(layout: BlobLayout, chosen: Sequence[Chosen], into: Arrays) -> None:

@@ -54,6 +54,7 @@ class Shelf:
         written, synced: trajectories before these were written, and are there for good; but for those that had gone
             before their turn came.
         incarnation: of the writer that wrote those between the two.
+        unchecked: payloads of those before this are to be checked when they are first read.
         held: a save needs those from here on; None: there is none.
         storage: rows by their numbers, modulo its capacity.
     """
@@ -63,6 +64,7 @@ class Shelf:
         self.begin = self.end = 0
         self.written = self.synced = first
         self.incarnation = -1
+        self.unchecked = first
         self.held: int | None = None
         self.storage = TransitionStorage(0)
         self._origin = self._base = first  # numbers of the table's first entry, and of the first that is in use

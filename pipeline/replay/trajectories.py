@@ -122,7 +122,7 @@ class TrajectoryBuffer(TrajectoryVerbs):
         self._set_first()
         if self._saver.store is not None:
             held = self._own.room(self.options).cache
-            self._shelving.want(end if self.options.auto_save or held is None else end - held)
+            self._shelving.want(end if self.options.auto_save else 0 if held is None else end - held)
 
     # -- sampling ----------------------------------------------------------------------------------------------
 

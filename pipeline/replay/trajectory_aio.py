@@ -10,6 +10,7 @@ import anyio.to_thread
 
 from pipeline.replay.aio import AsyncFolderVerbs
 from pipeline.replay.saving import ReplayResumed
+from pipeline.replay.trajectory_loading import Verify
 
 if TYPE_CHECKING:
     from pipeline.replay.trajectories import TrajectoryBuffer
@@ -38,7 +39,7 @@ class AsyncTrajectoryBuffer(AsyncFolderVerbs):
         """Return a batch; see :meth:`~pipeline.TrajectoryBuffer.sample`."""
         return await anyio.to_thread.run_sync(partial(self.buffer.sample, num_chunks, **more))
 
-    async def resume(self, step: int | None = None) -> ReplayResumed:
+    async def resume(self, step: int | None = None, *, verify: Verify = "full") -> ReplayResumed:
         """Go on; see :meth:`~pipeline.TrajectoryBuffer.resume`."""
         self.buffer.listen()
-        return await anyio.to_thread.run_sync(self.buffer.resume, step)
+        return await anyio.to_thread.run_sync(partial(self.buffer.resume, step, verify=verify))

@@ -71,7 +71,9 @@ class Draw:
         for block, data, info, rows, targets in groups:
             file = files[block.segment_key]
             if not data:
-                data = self.found_data[block.first] = self._files.find_data(file, block, info, self._blobs)
+                checked = block.first >= self.shelf.unchecked
+                data = self._files.find_data(file, block, info, self._blobs, checked=checked)
+                self.found_data[block.first] = data
             chosen.append(Chosen(file, data, info.num_samples, rows, targets))
         if chosen:
             read_rows(self._blobs, chosen, self._into)

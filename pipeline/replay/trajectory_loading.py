@@ -6,20 +6,23 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
-from pipeline.errors import ConfigError, Damaged
+from pipeline.errors import ConfigError, Damaged, StoreError
 from pipeline.replay.ahead import ahead
 from pipeline.replay.loading import read_values
 from pipeline.replay.shelf import Shelf
 from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.replay.trajectory_state import STATE_FILE, TrajectoryState, decode_state, from_values
 from pipeline.store.files import open_plain
-from pipeline.store.layout import Layout
+from pipeline.store.frames import HEADER_BYTES
+from pipeline.store.layout import Layout, SegmentKey
 from pipeline.store.segments import Block, PayloadReader, read_blocks
 from pipeline.wiring.recovery import read_generation
+
+Verify = Literal["full", "lazy"]
 
 
 class Room(NamedTuple):
@@ -41,8 +44,11 @@ class ReadTrajectories(NamedTuple):
     """None: where trajectories lie the shelf knows."""
 
 
-def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], room: Room) -> ReadTrajectories:
-    """Read and check a generation, its newest trajectories into memory, as many as ``room`` says.
+def read(
+    layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], room: Room, verify: Verify
+) -> ReadTrajectories:
+    """Read and check a generation, its newest trajectories into memory, as many as ``room`` says; the others, unless
+    ``verify`` is ``full``, when they are first read: of these, how long the files are is compared now.
 
     Raises:
         Damaged: something is missing or was changed; the message names file and byte.
@@ -69,8 +75,13 @@ def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], 
         cached = shelf.low if room.cache is None else max(shelf.low, shelf.next - room.cache)
         shelf.fill(state.schema, cached)
         reader = PayloadReader(layout, run_tag)
+        others = blocks[drop : drop + cached - shelf.low]
+        if verify == "full":
+            reader.verify(block.place for block in others)
+        else:
+            _check_sizes(layout, others)
+            shelf.unchecked = cached
         _read_cached(reader, shelf, blocks[drop + cached - shelf.low :], layout)
-        reader.verify(block.place for block in blocks[drop : drop + cached - shelf.low])
     return ReadTrajectories(stored, state, unknown, states, shelf, [])
 
 
@@ -80,6 +91,24 @@ def _read_blocks(path: str, state: TrajectoryState) -> list[Block]:
     if [(block.first, block.count) for block in blocks] != [(first + at, 1) for at in range(state.size)]:
         raise Damaged(f"{path}: lists other trajectories than {first} to {state.trajectory_counter - 1}")
     return blocks
+
+
+def _check_sizes(layout: Layout, blocks: Sequence[Block]) -> None:
+    ends: dict[SegmentKey, int] = {}
+    for block in blocks:
+        end = block.offset + HEADER_BYTES + block.length
+        ends[block.segment_key] = max(ends.get(block.segment_key, 0), end)
+    for key, end in ends.items():
+        path = layout.segment(*key)
+        try:
+            size = os.path.getsize(path)
+        except FileNotFoundError:
+            size = -1
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read: {error}") from error
+        if size < end:
+            how = "missing" if size < 0 else f"has {size} bytes"
+            raise Damaged(f"{path}: {how}; {end} bytes of it are needed. Restore the file from a copy.")
 
 
 def _read_cached(reader: PayloadReader, shelf: Shelf, blocks: Sequence[Block], layout: Layout) -> None:

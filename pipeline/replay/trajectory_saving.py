@@ -17,7 +17,7 @@ from pipeline.replay.shelf import Shelf
 from pipeline.replay.shelving import Shelving, TrajectoryJob
 from pipeline.replay.state import generator_state, set_generator
 from pipeline.replay.store import ReplayStore
-from pipeline.replay.trajectory_loading import ReadTrajectories, Room, read
+from pipeline.replay.trajectory_loading import ReadTrajectories, Room, Verify, read
 from pipeline.replay.trajectory_state import TrajectoryState
 from pipeline.store.files import FilesLike
 
@@ -59,6 +59,8 @@ class TrajectorySaver(SaverOf[TrajectoryParts, ReadTrajectories]):
         store = None if options.directory is None else ReplayStore(options, files, TRAJECTORIES)
         super().__init__(store, gate)
         self._options = options
+        self.verify: Verify = "full"
+        """How much the next resume reads."""
 
     def raise_failed(self) -> None:
         """Raise what a save, or writing beside the training, failed with; once."""
@@ -97,4 +99,5 @@ class TrajectorySaver(SaverOf[TrajectoryParts, ReadTrajectories]):
     def _read(self, stored: Stored, like: Any) -> ReadTrajectories:
         store = self.store
         assert store is not None
-        return read(store.folder.layout, store.folder.tag, stored, list(self.attached), like.room(self._options))
+        layout, room = store.folder.layout, like.room(self._options)
+        return read(layout, store.folder.tag, stored, list(self.attached), room, self.verify)

@@ -18,7 +18,7 @@ from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.shelf import Shelf
 from pipeline.replay.state import set_generator
 from pipeline.replay.trajectory_blobs import BlobLayout
-from pipeline.replay.trajectory_loading import shelf_of
+from pipeline.replay.trajectory_loading import Verify, shelf_of
 from pipeline.replay.trajectory_saving import TrajectoryParts, TrajectorySaver
 from pipeline.replay.trajectory_state import TrajectoryState, checked, to_values
 
@@ -33,7 +33,7 @@ class TrajectoryVerbs(FolderVerbs):
     _first: int
     _closed: bool
 
-    def resume(self, step: int | None = None) -> ReplayResumed:
+    def resume(self, step: int | None = None, *, verify: Verify = "full") -> ReplayResumed:
         """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
 
         Everything is checked before anything is changed. What is attached is loaded in place. Trajectories that were
@@ -42,15 +42,21 @@ class TrajectoryVerbs(FolderVerbs):
 
         Args:
             step: the trainer's step.
+            verify: ``full`` reads all trajectories and compares their checksums; ``lazy`` does so for those that come
+                into memory, and for each of the others when it is first sampled: then it is :class:`Damaged`.
 
         Raises:
+            ConfigError: ``verify`` is none of the two.
             UsageError: there is no directory, or trajectories were added before, or other things are attached; or the
                 options name signals, and this is not the main thread.
             Damaged: the generation cannot be read. The message says which one can.
             Locked: another process writes there.
         """
         self._usable()
+        if verify not in ("full", "lazy"):
+            raise ConfigError.of("verify", verify, "'full' and 'lazy' are allowed")
         with self._saver.lock:
+            self._saver.verify = verify
             with self.gate.lock:
                 found = self._saver.find(step, self._own)
                 self.listen()

@@ -284,6 +284,14 @@ def test_without_saving_what_the_cache_has_no_room_for_leaves_the_memory(
         assert contents(again) == before
 
 
+def test_without_auto_save_nothing_is_written_while_there_is_room(tmp_path: Path) -> None:
+    for options in ({"cache_size": 20}, {"cache_size": None}):
+        with made(tmp_path / str(len(os.listdir(tmp_path))), **options) as buffer:
+            add(buffer, *range(9))
+            settled(buffer)
+            assert os.listdir(buffer._saver.begin().folder.layout.segments) == []
+
+
 def test_with_auto_save_they_are_on_the_disk_before_a_save(tmp_path: Path) -> None:
     with made(tmp_path, auto_save=True, cache_size=50) as buffer:
         add(buffer, *range(9))
@@ -539,6 +547,46 @@ def test_a_damaged_trajectory_is_found_before_anything_is_changed(tmp_path: Path
         assert again.resume(1).step == 1
         check(again.sample(3))
     assert not verify(str(tmp_path)).whole
+
+
+def test_a_lazy_resume_finds_damage_when_a_trajectory_is_first_sampled(tmp_path: Path) -> None:
+    with made(tmp_path, cache_size=2) as buffer:
+        add(buffer, *range(12))
+        buffer.save(1, wait=True)
+        twin = made(None, cache_size=None, seed=3)
+        twin.load_state_dict(buffer.state_dict())
+        offset = buffer._own.shelf.block(4).offset
+    with made(copied(tmp_path, "whole"), cache_size=2) as again:
+        assert again.resume(verify="lazy").rows == twin.total_samples
+        assert draws(again, 30) == draws(twin, 30)
+        again.save(2, wait=True)
+    path = segment(tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[offset + 1100] ^= 1  # of its data
+    path.write_bytes(raw)
+    with made(tmp_path, cache_size=2) as again:
+        with pytest.raises(ConfigError, match="verify='some'"):
+            again.resume(verify="some")  # type: ignore[arg-type]
+        again.resume(verify="lazy")
+        before = contents_but_rows(again)
+        with pytest.raises(Damaged, match="trajectory 4 is damaged"):
+            again.sample(70)
+        with pytest.raises(Damaged, match="trajectory 4 is damaged"):
+            again.trajectory(4)
+        assert contents_but_rows(again) == before
+        again.sample_window_size = 5
+        for batch in (again.sample(20) for _ in range(20)):
+            check(batch)
+    os.truncate(path, path.stat().st_size // 2)
+    with made(tmp_path, cache_size=2) as again, pytest.raises(Damaged, match="bytes of it are needed"):
+        again.resume(verify="lazy")
+    path.unlink()
+    with made(tmp_path, cache_size=12) as again, pytest.raises(Damaged, match="missing"):
+        again.resume(verify="lazy")
+
+
+def contents_but_rows(buffer: TrajectoryBuffer) -> Any:
+    return buffer._own.state(), buffer.infos()
 
 
 def test_a_trajectory_that_cannot_be_read_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
