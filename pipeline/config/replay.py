@@ -97,6 +97,8 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
         fields: names of columns.
         share_next_obs: do not store the next observation of a row that is the observation of the next one of its
             episode; what is sampled is the same.
+        compress: large columns (a kilobyte a row, or more), or groups of them, whose rows are held compressed in memory
+            and on the disk: ``{"obs": "zlib"}``. What is sampled is the same, and takes longer.
         timeout: seconds that ``extend`` and ``sample`` wait for the limiter, unless they are told otherwise; None: as
             long as it takes. With 0 they raise at once, as in a plain loop nobody else could change anything.
     """
@@ -110,6 +112,7 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
     returns: Literal["torch", "numpy"] = "torch"
     fields: Fields = Fields()
     share_next_obs: bool = False
+    compress: dict[str, Literal["zlib"]] | None = None
     timeout: float | None = 0.0
 
     @classmethod
@@ -149,6 +152,8 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
             raise ConfigError.of(
                 "min_size", self.limiter.min_size, f"capacity={self.capacity}: so many rows are never there"
             )
+        if self.share_next_obs and self.compress and self.fields.next_obs in self.compress:
+            raise ConfigError.of("compress", self.compress, "with share_next_obs no row holds a next observation")
         self._check_removal()
         if self.storage == "shared":
             self._check_shared()
@@ -160,6 +165,10 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
             ConfigError: the message names the option, and what to do instead.
         """
         of, select = "storage='shared': processes have rows, priorities and counters in common, and not", self.select
+        if self.compress:
+            raise ConfigError.of(
+                "compress", self.compress, f"{of} rows of any length; leave it out, or use one process"
+            )
         if self.share_next_obs:
             raise ConfigError.of(
                 "share_next_obs", True, f"{of} next observations that are kept aside; leave it out, or use one process"

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipeline.buffer.transitions.columns import Rows, Schema
+from pipeline.buffer.transitions.compressed import check_compressed
 from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
@@ -70,6 +71,7 @@ class AddingVerbs:
 
     def _shape(self, schema: Schema) -> None:
         self.ring.check(schema)
+        check_compressed(self.options.compress, schema)
         self.ring.storage.shape(schema if self.next_obs is None else self.next_obs.reduced(schema))
         if self.next_obs is not None:
             self.next_obs.shape(schema)

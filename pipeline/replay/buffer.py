@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.compressed import compressed_bytes
 from pipeline.buffer.transitions.drawing import Drawer, make_drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.pool import Pool
@@ -66,6 +67,9 @@ class ReplayStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiters: int
     """Threads and tasks of this process."""
     row_bytes: int
+    """Bytes of a row, were nothing compressed."""
+    compressed_bytes: int = 0
+    """Bytes that all compressed rows take."""
 
 
 class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
@@ -360,6 +364,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
                 stale_updates=self._saver.stale_updates,
                 waiters=self.gate.waiters,
                 row_bytes=self.ring.storage.row_bytes,
+                compressed_bytes=compressed_bytes(self.ring.storage.large),
             )
 
     def __len__(self) -> int:

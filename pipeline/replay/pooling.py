@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block, encode_rows, rows_of_block
 from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.compressed import fitting
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import Damaged
@@ -142,7 +143,7 @@ def read_rows(reader: PayloadReader, pool: Pool, schema: Schema, blocks: Sequenc
         number = wanted[place[0]]
         block = blocks[number]
         where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-        arrays = decode_block(found, schema, block.count, where)
+        arrays = fitting(decode_block(found, schema, block.count, where), pool.storage.views, schema)
         slots = filled[of == number]
         rows = pool.at[slots] - block.first
         pool.storage.write(slots, {name: array[rows] for name, array in arrays.items()})

@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from pipeline.buffer.transitions.compressed import CompressingMemory
 from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.pool import Pool
@@ -67,7 +68,9 @@ class OwnRoom:
         self._options = options
 
     def ring(self) -> Ring:
-        remove, storage = self._options.remove, TransitionStorage(self._options.capacity)
+        options = self._options
+        memory = CompressingMemory(options.compress) if options.compress else None
+        remove, storage = options.remove, TransitionStorage(options.capacity, None, memory)
         return Ring(storage) if remove.by == "fifo" else Pool(storage, remove)
 
     def tree(self, capacity: int) -> SumTree:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pipeline.buffer.transitions.blocks import rows_of_block
+from pipeline.buffer.transitions.compressed import check_compressed
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import Stored, choose, with_offer
@@ -315,6 +316,8 @@ class Saver(SaverOf[Parts, Read]):
         assert store is not None
         found = read(store.folder.layout, store.folder.tag, stored, list(self.attached), like)
         check_sharing(found.state, self._options, stored.folder)
+        if found.state.schema is not None:
+            check_compressed(self._options.compress, found.state.schema)
         return found
 
     def take_over(self, found: Read, parts: Parts) -> None:

@@ -7,7 +7,7 @@ from how far behind the next row's predecessor lies.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,14 +15,17 @@ import numpy as np
 import torch
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.compressed import CompressedColumn, fitting
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots
 from pipeline.errors import Damaged
-from pipeline.store.codec import dtype_name, item_bytes, read_bytes
+from pipeline.store.codec import TensorBytes, dtype_name, item_bytes, read_bytes
 
 KEPT_MARKS = (EPISODE, PLACE, BEHIND, VERSION, END)
+PACKED, LENGTHS = "#zlib.", "#lengths."
+"""What stands before a column's name where its rows are compressed."""
 BLOCK_BYTES = 4 << 20
 """About how large a block is: what one copy under the buffer's lock takes a few milliseconds for."""
 
@@ -44,15 +47,43 @@ def encode_rows(ring: Ring, slots: Slots, count: int, memory: Recycler | None = 
     """As :func:`encode_block`, of the rows in ``count`` slots."""
     layout = ring.storage.layout
     assert layout is not None
-    columns = [*layout.schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]
-    columns.sort(key=lambda column: -column.bits.itemsize)
-    head, offsets = blob_head([(each.name, stored_name(each), (count, *each.shape)) for each in columns])
+    parts: list[tuple[str, str, tuple[int, ...], Any]] = []
+    for column in [*layout.schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]:
+        view: Any = ring.storage.view(column.name)
+        if isinstance(view, CompressedColumn):
+            parts += _packed(column.name, view.packed(slots))
+        else:
+            parts.append((column.name, stored_name(column), (count, *column.shape), view))
+    parts.sort(key=lambda part: -item_bytes(part[1]))
+    head, offsets = blob_head([part[:3] for part in parts])
     blob = (memory or Recycler()).array("block", len(head) + offsets[-1], (), np.dtype(np.uint8))
     blob[: len(head)] = np.frombuffer(head, np.uint8)
-    for column, begin, end in zip(columns, offsets, offsets[1:], strict=False):
-        part = blob[len(head) + begin : len(head) + end].view(column.bits).reshape(count, *column.shape)
-        part[...] = ring.storage.view(column.name)[slots]
+    for (name, _, shape, source), begin, end in zip(parts, offsets, offsets[1:], strict=False):
+        part = blob[len(head) + begin : len(head) + end].view(source.dtype).reshape(shape)
+        part[...] = source if name.startswith((PACKED, LENGTHS)) else source[slots]
     return memoryview(blob.data)
+
+
+def _packed(name: str, rows: np.ndarray) -> list[tuple[str, str, tuple[int, ...], Any]]:
+    """Return a compressed column as parts of a blob: the rows one after the other, and how long each is."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    joined = np.frombuffer(b"".join(rows.tolist()), np.uint8)
+    return [(LENGTHS + name, "I64", lengths.shape, lengths), (PACKED + name, "U8", joined.shape, joined)]
+
+
+def _unpacked(found: Mapping[str, TensorBytes], name: str, count: int, where: str) -> np.ndarray | None:
+    """Return a compressed column of a blob: [count] objects, ``bytes`` each; None if there is none."""
+    packed, lengths = found.get(PACKED + name), found.get(LENGTHS + name)
+    if packed is None or lengths is None:
+        return None
+    sizes = lengths.array.view(np.int64) if lengths.dtype == "I64" else np.empty(0, np.int64)
+    if sizes.shape != (count,) or sizes.min(initial=0) < 0 or int(sizes.sum()) != packed.array.nbytes:
+        raise Damaged(f"{where}: the compressed rows of {name!r} are not as long as they are said to be")
+    ends = np.cumsum(sizes).tolist()
+    raw, rows = packed.array.tobytes(), np.empty(count, object)
+    for at, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        rows[at] = raw[begin:end]
+    return rows
 
 
 def blob_head(parts: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
@@ -92,6 +123,9 @@ def decode_columns(blob: Any, columns: Sequence[Column], leading: tuple[int, ...
     arrays: Arrays = {}
     for column in columns:
         tensor = found.get(column.name)
+        if tensor is None and (rows := _unpacked(found, column.name, leading[0], where)) is not None:
+            arrays[column.name] = rows
+            continue
         if tensor is None:
             raise Damaged(f"{where}: a block of rows without {column.name!r}")
         shape, dtype = (*leading, *column.shape), stored_name(column)
@@ -112,6 +146,8 @@ def take_back(ring: Ring, first: int, count: int, arrays: Arrays) -> None:
     low, high = max(first, ring.oldest), min(first + count, ring.added)
     if low >= high:
         return
+    assert ring.storage.schema is not None
+    arrays = fitting(arrays, ring.storage.views, ring.storage.schema)
     begin = low % ring.capacity
     room = min(ring.capacity - begin, high - low)
     for start, at, size in ((low - first, begin, room), (low - first + room, 0, high - low - room)):

@@ -52,7 +52,7 @@ class Pool(Ring):
     def like(self, schema: Schema | None) -> Pool:
         if schema is not None:
             self.check(schema)
-        return Pool(TransitionStorage(self.capacity, schema), self.remove)
+        return Pool(self.storage.like(schema), self.remove)
 
     @property
     def oldest(self) -> int:

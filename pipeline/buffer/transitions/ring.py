@@ -54,7 +54,7 @@ class Ring:
         Raises:
             ConfigError: they do not fit into memory, or cannot be ordered as they would have to be.
         """
-        return Ring(TransitionStorage(self.capacity, schema))
+        return Ring(self.storage.like(schema))
 
     def check(self, schema: Schema) -> None:
         """Refuse columns that rows cannot be ordered by.

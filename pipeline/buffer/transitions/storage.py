@@ -72,6 +72,19 @@ class TransitionStorage:
         """Return a column, or a mark, of every slot: [capacity, ...]; writing to it changes the rows."""
         return self._views[name]
 
+    @property
+    def views(self) -> Mapping[str, np.ndarray]:
+        """Columns and marks of every slot by name; see :meth:`view`."""
+        return self._views
+
+    def like(self, schema: Schema | None) -> TransitionStorage:
+        """Return one without rows, in the same kind of memory of this process.
+
+        Raises:
+            ConfigError: the rows of ``schema`` would not fit into memory.
+        """
+        return TransitionStorage(self.capacity, schema, self._memory)
+
     def write(self, slots: Slots, arrays: Mapping[str, Any]) -> None:
         """Copy columns or marks, [n, ...] or one value for all, into n slots."""
         for name, array in arrays.items():
