@@ -41,7 +41,7 @@ class ReadTrajectories(NamedTuple):
     states: dict[str, Any]
     shelf: Shelf
     blocks: list[Block]
-    """None: where trajectories lie the shelf knows."""
+    """Empty: where trajectories lie the shelf knows."""
 
 
 def read(

@@ -66,7 +66,7 @@ def checked(state: TrajectoryState) -> TrajectoryState:
             if column.nbytes < 0 or min(column.shape, default=0) < 0:
                 raise ValueError(f"a column is said to be {column}")
         try:
-            state.schema  # noqa: B018  it checks the columns
+            Schema(tuple(state.columns))
         except ConfigError as error:
             raise ValueError(str(error)) from None
     return state
