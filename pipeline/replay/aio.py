@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -16,6 +17,7 @@ from pipeline.buffer.transitions.columns import Rows
 from pipeline.checkpoint.triggers import exit_by_code
 from pipeline.errors import Stopped, StoppedExit, TimedOut, UsageError
 from pipeline.replay.folder_verbs import FolderVerbs
+from pipeline.replay.heavy import heavy_extend, heavy_keys, heavy_rows, heavy_sample
 from pipeline.replay.saving import ReplayResumed
 from pipeline.replay.store import Saving
 from pipeline.replay.write_back import WrittenBack
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from pipeline.replay.buffer import ReplayBuffer, Updated
 
 T = TypeVar("T")
-_MOST_INLINE = 1 << 20  # bytes; a larger copy takes longer than the loop may be held
 
 
 class AsyncFolderVerbs:
@@ -66,8 +67,9 @@ class AsyncReplayBuffer(AsyncFolderVerbs):
             batch = await replay.sample(256)
 
     They take the arguments of the verbs of the same names, but for ``timeout``: what the limiter holds back waits until
-    it is let in, or cancelled (``anyio.fail_after``), and then nothing was changed. Files, and copies that take long,
-    are left to worker threads.
+    it is let in, or cancelled (``anyio.fail_after``), and then nothing was changed. Files, and what takes long, are
+    left to worker threads: many or large rows, slices, conditions, relabelled goals, the first rows of an order in a
+    large buffer; and whatever comes while such a thread, or another process, has the buffer's lock.
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
@@ -76,11 +78,13 @@ class AsyncReplayBuffer(AsyncFolderVerbs):
 
     async def extend(self, rows: Rows, **more: Any) -> Sequence[int]:
         """Add rows; see :meth:`~pipeline.ReplayBuffer.extend`."""
-        return await self._let_in(partial(self.buffer.extend, rows, **_at_once(more)), in_thread=_large(rows))
+        work = partial(self.buffer.extend, rows, **_at_once(more))
+        return await self._let_in(work, heavy=heavy_extend(self.buffer, rows, more.get("env", 0)))
 
     async def append(self, row: Rows, **more: Any) -> int:
         """Add one row; see :meth:`~pipeline.ReplayBuffer.append`."""
-        return await self._let_in(partial(self.buffer.append, row, **_at_once(more)))
+        work = partial(self.buffer.append, row, **_at_once(more))
+        return await self._let_in(work, heavy=heavy_keys(row))
 
     async def add(
         self,
@@ -95,50 +99,46 @@ class AsyncReplayBuffer(AsyncFolderVerbs):
     ) -> Sequence[int]:
         """Add the rows of a step; see :meth:`~pipeline.ReplayBuffer.add`."""
         step = (obs, action, reward, next_obs, terminated, truncated, info)
-        large = _large((obs, next_obs))
-        return await self._let_in(partial(self.buffer.add, *step, **_at_once(more)), in_thread=large)
+        work = partial(self.buffer.add, *step, **_at_once(more))
+        return await self._let_in(work, heavy=heavy_keys((*step, more.get("extras"))))
 
     async def sample(self, count: int, **more: Any) -> TransitionBatch:
         """Return a batch; see :meth:`~pipeline.ReplayBuffer.sample`."""
-        buffer = self.buffer
-        draw = partial(buffer.sample, count, **_at_once(more))
-        large = count * buffer.ring.storage.row_bytes * max(1, more.get("stack", 1)) > _MOST_INLINE
-        return await self._let_in(draw, in_thread=large or "slices" in more)
+        work = partial(self.buffer.sample, count, **_at_once(more))
+        return await self._let_in(work, heavy=heavy_sample(self.buffer, count, more))
 
     async def update_priorities(self, keys: ArrayLike, priorities: Any) -> Updated:
         """Set priorities; see :meth:`~pipeline.ReplayBuffer.update_priorities`."""
-        return self.buffer.update_priorities(keys, priorities)
+        work = partial(self.buffer.update_priorities, keys, priorities)
+        return await self._do(work, heavy=heavy_keys(keys, priorities))
 
     async def write_back(self, keys: ArrayLike, columns: Rows, **more: Any) -> WrittenBack:
         """Set columns; see :meth:`~pipeline.ReplayBuffer.write_back`."""
-        write = partial(self.buffer.write_back, keys, columns, **more)
-        return await anyio.to_thread.run_sync(write) if _large(columns) else write()
+        work = partial(self.buffer.write_back, keys, columns, **more)
+        return await self._do(work, heavy=heavy_keys(keys) or heavy_rows(columns))
 
     async def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
         """Go on; see :meth:`~pipeline.ReplayBuffer.resume`."""
         self.buffer.listen()
         return await anyio.to_thread.run_sync(partial(self.buffer.resume, step, continue_episodes=continue_episodes))
 
-    async def _let_in(self, work: Callable[[], T], *, in_thread: bool = False) -> T:
+    async def _let_in(self, work: Callable[[], T], *, heavy: bool) -> T:
         """Do ``work`` once the limiter lets it; somebody else may be quicker, and then it waits on."""
         while True:
             try:
-                return await anyio.to_thread.run_sync(work) if in_thread else work()
+                return await self._do(work, heavy=heavy)
             except TimedOut as error:
                 may = error.may
             await self.buffer.gate.wait_for(may)
 
-
-def _large(rows: Any) -> bool:
-    """Whether rows, nested as they may be, have so many bytes in arrays and tensors that a thread had better copy
-    them."""
-    return _nbytes(rows) > _MOST_INLINE
-
-
-def _nbytes(rows: Any) -> int:
-    if isinstance(rows, (Mapping, tuple)):
-        return sum(map(_nbytes, rows.values() if isinstance(rows, Mapping) else rows))
-    return getattr(rows, "nbytes", 0)
+    async def _do(self, work: Callable[[], T], *, heavy: bool) -> T:
+        """Do ``work`` here, where a thread would cost more, unless it is heavy or would have to wait for the lock."""
+        lock = self.buffer.gate.lock
+        if heavy or not lock.acquire(blocking=False):
+            return await anyio.to_thread.run_sync(work)
+        with ExitStack() as held:
+            held.push(lock)
+            return work()
 
 
 def _at_once(more: dict[str, Any]) -> dict[str, Any]:

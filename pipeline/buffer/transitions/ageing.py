@@ -61,6 +61,9 @@ class AgeingDrawer(Drawer):
             raise Starved("the buffer is empty: add rows first")
         return self.ring.key_at(self._tree.find(rng.random(count) * self._tree.total))
 
+    def looks_at(self, count: int) -> int:
+        return count + self.ring.added - self._pending
+
     def mass(self, keys: Ints) -> Floats:
         self._settle()
         mass: Floats = self._tree.values[self.ring.slots(keys)]

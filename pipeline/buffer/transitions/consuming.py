@@ -53,6 +53,10 @@ class ConsumingDrawer(Drawer):
         self._mark(drawn)
         return drawn
 
+    def looks_at(self, count: int) -> int:
+        listed = self._window is not None or self._tree.total < 8 * count  # then trying may not find enough
+        return max(count, self.ring.size) if listed else count + self.ring.added - self._pending
+
     def _any(self, rng: np.random.Generator, count: int) -> Ints:
         if self._window is not None:
             first, end = self._window.bounds()

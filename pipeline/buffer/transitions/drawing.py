@@ -95,6 +95,10 @@ class Drawer:
         """Return numbers in proportion to which keys are drawn."""
         return np.ones(len(keys))
 
+    def looks_at(self, count: int) -> int:
+        """Return about how many rows are looked at when so many are drawn, out of all."""
+        return count
+
     def weights(self, keys: Ints) -> Floats | None:
         """Return the importance weight of drawn keys, float64; None where all are alike."""
         return None
@@ -162,6 +166,9 @@ class UniformDrawer(Drawer):
             return super().draw(rng, count, starts)
         return super().draw(rng, count, _Both(self._window, starts))
 
+    def looks_at(self, count: int) -> int:
+        return count if self._window is None else max(count, self._window.looks_at())
+
     def mass(self, keys: Ints) -> Floats:
         return np.ones(len(keys)) if self._window is None else self._window.holds(keys).astype(np.float64)
 
@@ -213,6 +220,10 @@ class OrderedDrawer(Drawer):
         drawn = self._first(keys, count)
         self._uses.take(drawn)
         return drawn
+
+    def looks_at(self, count: int) -> int:
+        listed = self.ring.scattered or self._options.by not in ("fifo", "lifo")
+        return max(count, self.ring.size) if listed or self._uses is not None else count
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {} if self._uses is None else {"used": self._uses.values()}

@@ -72,6 +72,9 @@ class EpochDrawer(Drawer):
             "drawn; add rows, or ask for less"
         )
 
+    def looks_at(self, count: int) -> int:
+        return count if count < self.left else max(count, self.ring.size)  # an epoch ends, and another one begins
+
     @property
     def left(self) -> int:
         """How many rows of the epoch were not drawn; some may have gone."""

@@ -133,6 +133,9 @@ class PriorityDrawer(Drawer):
             raise Starved("every priority is 0, so no row can be drawn; update_priorities, or build with eps=")
         return self.ring.key_at(self.tree.find(rng.random(count) * total))
 
+    def looks_at(self, count: int) -> int:
+        return count + self.ring.added - self._pending
+
     def mass(self, keys: Ints) -> Floats:
         self._settle()
         mass: Floats = self.tree.values[self.ring.slots(keys)]

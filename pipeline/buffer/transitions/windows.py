@@ -37,6 +37,10 @@ class Window:
         """Whether the row of each key, which is there, is in it: [n] bool."""
         raise NotImplementedError
 
+    def looks_at(self) -> int:
+        """Return about how many episodes, or rows, have to be looked at before the bounds are known."""
+        return 0
+
     def state(self) -> dict[str, Any]:
         """Return what cannot be told from the rows: plain values."""
         return {}
@@ -81,6 +85,10 @@ class EpisodeWindow(Window):
         ring = self._ring
         held: Ints = ring.episodes.lengths.first(ring.mark(EPISODE, keys)) >= self._first
         return held
+
+    def looks_at(self) -> int:
+        ring = self._ring
+        return 0 if self._as_of == (ring.added, ring.size) else ring.size
 
     def _find(self) -> int:
         """Return the key of the first row of the oldest episode that is in it; it may be gone."""

@@ -41,40 +41,48 @@ class SharedLock:
         self._threads = threading.RLock()
         self._depth = 0
 
-    def acquire(self) -> bool:
-        """Wait for it."""
-        self._threads.acquire()
+    def acquire(self, blocking: bool = True) -> bool:
+        """Wait for it, or, if not ``blocking``, return whether it could be had at once."""
+        if not self._threads.acquire(blocking=blocking):
+            return False
         if self._depth:
             self._depth += 1
             return True
         try:
-            self._enter()
+            taken = self._enter(blocking=blocking)
         except BaseException:
             self._threads.release()
             raise
-        return True
+        if not taken:
+            self._threads.release()
+        return taken
 
-    __enter__ = acquire
+    def __enter__(self) -> bool:
+        return self.acquire()
 
-    def _enter(self) -> None:
+    def _enter(self, *, blocking: bool) -> bool:
         if self.closed:
             self._depth = 1
-            return
+            return True
         try:
-            self._take()
+            if not self._take(blocking=blocking):
+                return False
             if self.guarded is not None:
                 self.guarded.enter()
         except BaseException:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
             raise
         self._depth = 1
+        return True
 
-    def _take(self) -> None:
+    def _take(self, *, blocking: bool) -> bool:
         while True:
             try:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
-                return
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
             except OSError as error:
+                if not blocking and error.errno in (errno.EAGAIN, errno.EACCES):
+                    return False
                 if error.errno != errno.EDEADLK:
                     raise
                 # The kernel sees processes that wait for each other, where it is threads of theirs that hold two
