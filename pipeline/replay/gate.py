@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import anyio
@@ -111,6 +111,28 @@ class Gate:
                 event.set()
             else:
                 _set_soon(token, event)
+
+
+@contextlib.contextmanager
+def holding(locks: Sequence[Any]) -> Iterator[None]:
+    """Have the locks of several buffers. Whoever waits for one of them has none of the others meanwhile, so that nobody
+    waits for each other, in whatever order locks are taken elsewhere."""
+    first = 0
+    while True:
+        with contextlib.ExitStack() as held:
+            held.enter_context(locks[first])
+            busy = None
+            for number, lock in enumerate(locks):
+                if number == first:
+                    continue
+                if not lock.acquire(blocking=False):
+                    busy = number
+                    break
+                held.push(lock)
+            if busy is None:
+                yield
+                return
+        first = busy
 
 
 def _set_soon(token: Any, event: anyio.Event) -> None:

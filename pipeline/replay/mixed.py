@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.adding_verbs import DEFAULT
 from pipeline.replay.arguments import priorities_of, whole
 from pipeline.replay.buffer import ReplayBuffer, Updated
+from pipeline.replay.gate import holding
 from pipeline.replay.state import generator_state, set_generator
 from pipeline.sampler.quotas import divide
 
@@ -71,7 +73,7 @@ class MixedReplay:
         if len({id(buffer) for buffer in self._buffers.values()}) < len(self._buffers):
             raise ConfigError.of("sources", list(self._buffers), "a buffer is there twice")
         self.options = MixtureOptions.build(weights, options)
-        self._lock = threading.Lock()  # never held while a buffer's is taken
+        self._lock = threading.RLock()  # taken after those of the buffers, never before
         self._rng = np.random.Generator(np.random.PCG64([self.options.seed, 2]))
         self._batches = 0
         self._drawn = dict.fromkeys(self._buffers, 0)
@@ -88,40 +90,67 @@ class MixedReplay:
 
         Args:
             count: how many.
-            timeout: seconds to wait for the limiter of each source; by default its own option.
+            timeout: seconds to wait for the limiters, all together; by default each source's own option, counted from
+                the call on.
             more: what :meth:`~pipeline.ReplayBuffer.sample` takes; it holds for every source.
 
         Raises:
             ConfigError: what is asked can never be had of a source, or columns differ. Nothing was drawn.
-            TimedOut: a source's limiter lets nothing out now. Nothing was drawn.
+            TimedOut: a source's limiter let nothing out in that time. Nothing was drawn.
             Starved: nothing of a source could be drawn. The mixture stays where it was; sources that were asked before
                 it have moved on.
         """
         count = whole("count", count, 1, MOST_ROWS)
-        with self._lock:
-            before = self._rng.bit_generator.state, self._batches
-            places = self._split(count)
-            self._batches += 1
-        try:
-            asked = {name: self._buffers[name] for name, number in places.items() if number}
-            schema = self._schema(asked)
-            if self.options.columns == "common" and more.get("columns") is None:
-                more = {**more, "columns": sorted(schema.names)}
-            for name, buffer in asked.items():
-                buffer.check_sample(places[name], **more)
-            for name, buffer in asked.items():
-                buffer.wait_to_sample(places[name], timeout)
-            parts: dict[str, TransitionBatch | None] = dict.fromkeys(self._buffers)
-            for name, buffer in asked.items():
-                parts[name] = buffer.sample(places[name], timeout=timeout, **more)
-        except BaseException:
-            with self._lock:
-                self._rng.bit_generator.state, self._batches = before
-            raise
-        with self._lock:
-            for name, part in parts.items():
-                self._drawn[name] += 0 if part is None else len(part)
+        begun = time.monotonic()
+        while True:
+            # With all locks, as what a limiter lets out now may be gone when the next source has been asked.
+            with holding([buffer.gate.lock for buffer in self._buffers.values()]), self._lock:
+                before = self._rng.bit_generator.state
+                batch = None
+                try:
+                    places = self._split(count)
+                    batch = self._drawn_at_once(places, more)
+                finally:
+                    if batch is None:
+                        self._rng.bit_generator.state = before
+                if batch is not None:
+                    self._batches += 1
+                    return batch
+            self._wait(places, timeout, begun)
+
+    def _drawn_at_once(self, places: Mapping[str, int], more: dict[str, Any]) -> MixedBatch | None:
+        """Return a batch, if every limiter lets its part out now. The caller has all locks.
+
+        Raises:
+            ConfigError: what is asked can never be had of a source; nothing was drawn.
+        """
+        asked = {name: self._buffers[name] for name, number in places.items() if number}
+        schema = self._schema(asked)
+        if self.options.columns == "common" and more.get("columns") is None:
+            more = {**more, "columns": sorted(schema.names)}
+        for name, buffer in asked.items():
+            buffer.check_sample(places[name], **more)
+        if not all(buffer.can_sample(places[name]) for name, buffer in asked.items()):
+            return None
+        parts: dict[str, TransitionBatch | None] = dict.fromkeys(self._buffers)
+        for name, buffer in asked.items():
+            parts[name] = buffer.sample(places[name], timeout=0, **more)
+        for name, part in parts.items():
+            self._drawn[name] += 0 if part is None else len(part)
         return MixedBatch.join(parts, schema, next(iter(self._buffers.values())).options.returns)
+
+    def _wait(self, places: Mapping[str, int], timeout: float | None, begun: float) -> None:
+        """Wait until the limiter of each source would have let its part out.
+
+        Raises:
+            TimedOut: that took longer, in all, than ``timeout`` seconds since ``begun``.
+        """
+        for name, number in places.items():
+            if number:
+                buffer = self._buffers[name]
+                seconds = buffer.options.timeout if timeout is DEFAULT else timeout
+                left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begun))
+                buffer.wait_to_sample(number, left)
 
     def _split(self, count: int) -> dict[str, int]:
         weights = self.options.at(self._batches)

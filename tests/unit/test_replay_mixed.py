@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +15,7 @@ import torch
 
 from pipeline import (
     Anneal,
+    ClosedError,
     ConfigError,
     Limiter,
     MixedBatch,
@@ -23,6 +28,7 @@ from pipeline import (
     UsageError,
     WithoutReplacement,
 )
+from pipeline.replay import mixed as mixed_module
 from tests.support.replay import as_likely, everything, filled, probabilities, rows
 
 PRIORITIZED = Prioritized(alpha=1, beta=Anneal(start=0.5, end=1, over=7))
@@ -270,6 +276,98 @@ def test_a_batch_that_could_not_be_had_takes_no_throw() -> None:
         with pytest.raises(ConfigError):
             one.sample(9, columns=["none"])
         assert one.sample(9).sources.tolist() == other.sample(9).sources.tolist()
+
+
+# -- others at the same time -----------------------------------------------------------------------------------
+
+
+def test_who_gives_up_takes_nothing_back_of_what_others_drew() -> None:
+    limiter = Limiter(min_size=1, ratio=1.0, error_buffer=40.0)
+    buffer = filled(20, 20, limiter=limiter)
+    mixed = MixedReplay({"a": (buffer, 1)}, split="random")
+    ended: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            mixed.sample(61, timeout=None)
+        except ClosedError as error:
+            ended.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not buffer.gate.waiters:
+        os.sched_yield()
+    mixed.sample(4)
+    buffer.close()
+    asking.join()
+    assert len(ended) == 1
+    assert mixed.statistics().batches == 1
+    assert mixed.statistics().drawn == {"a": 4}
+
+
+def test_timed_out_means_that_nothing_was_drawn_whoever_is_quicker() -> None:
+    limiter = Limiter(min_size=1, ratio=1.0, error_buffer=4.0)
+    buffers = {name: filled(5, 5, limiter=limiter) for name in "ab"}
+    mixed = MixedReplay({name: (buffer, 1) for name, buffer in buffers.items()})
+    taken: list[int] = []
+
+    def take() -> None:
+        if buffers["b"].gate.lock.acquire(blocking=False):
+            taken.append(len(buffers["b"].sample(5)))
+            buffers["b"].gate.lock.release()
+
+    def meanwhile(reward: Any) -> Any:
+        """Another thread samples of the second source while the first one is drawn from."""
+        if len(reward) > 1:
+            other = threading.Thread(target=take)
+            other.start()
+            other.join()
+        return np.ones(len(reward), bool)
+
+    before = {name: everything(buffer) for name, buffer in buffers.items()}
+    try:
+        assert len(mixed.sample(8, where=meanwhile)) == 8
+    except TimedOut:
+        assert everything(buffers["a"]) == before["a"], "the first source was drawn from"
+    assert not taken
+
+
+def test_the_timeout_is_that_of_all_sources_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = 100.0, []
+    monkeypatch.setattr(mixed_module, "time", SimpleNamespace(monotonic=lambda: now))
+    buffers = {name: filled(5, limiter=Limiter(min_size=9), timeout=7.0) for name in "ab"}
+    mixed = MixedReplay({name: (buffer, 1) for name, buffer in buffers.items()})
+
+    def wait(count: int, timeout: float | None) -> None:
+        nonlocal now
+        waited.append(timeout)
+        if not timeout:
+            raise TimedOut("too late")
+        now += 3.0
+
+    for buffer in buffers.values():
+        monkeypatch.setattr(buffer, "wait_to_sample", wait)
+    for given, expected in (({"timeout": 5.0}, [5.0, 2.0, 0.0]), ({}, [7.0, 4.0, 1.0, 0.0]), ({"timeout": 0}, [0.0])):
+        with pytest.raises(TimedOut):
+            mixed.sample(4, **given)
+        assert waited == expected
+        waited.clear()
+
+
+def test_two_mixtures_of_the_same_buffers_wait_for_each_other_and_never_for_ever() -> None:
+    buffers = {name: filled(20, 20) for name in "abc"}
+    orders = ("abc", "cba", "bca", "acb")
+    mixtures = [MixedReplay({name: (buffers[name], 1) for name in order}) for order in orders]
+
+    def sample(mixed: MixedReplay) -> None:
+        for _ in range(60):
+            assert len(mixed.sample(6)) == 6
+            with buffers["b"].gate.lock:
+                mixed.state_dict()
+
+    with ThreadPoolExecutor(len(mixtures)) as pool:
+        list(pool.map(sample, mixtures))
+    assert [mixed.statistics().batches for mixed in mixtures] == [60] * 4
 
 
 def test_priorities_that_one_source_refuses_are_written_to_none() -> None:
