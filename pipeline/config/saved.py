@@ -6,6 +6,7 @@ import msgspec
 
 from pipeline.config.base import LEAST, Options
 from pipeline.config.triggers import check_signals
+from pipeline.errors import ConfigError
 
 
 class SavingOptions(Options, frozen=True):
@@ -48,3 +49,14 @@ class SavingOptions(Options, frozen=True):
         for option in ("save_every_s", "keep_within_s"):
             self._at_least(option, LEAST, none_ok=True)
         check_signals("signals", self.signals or ())
+        if self.directory is None:
+            self._check_nothing_is_saved()
+
+    def _check_nothing_is_saved(self) -> None:
+        """Refuse options of a folder where there is none."""
+        for field in msgspec.structs.fields(SavingOptions):
+            value = getattr(self, field.name)
+            if value != field.default:
+                raise ConfigError.of(
+                    field.name, value, "there is no directory=, so nothing is ever saved; give one, or leave this out"
+                )

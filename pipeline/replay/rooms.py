@@ -178,5 +178,12 @@ def make_room(options: ReplayOptions) -> Room:
 def of_members(options: ReplayOptions) -> ReplayOptions:
     """Return the options of those that join: they save nothing."""
     return msgspec.structs.replace(
-        options, directory=None, keep_every=None, keep_within_s=None, save_every=None, save_every_s=None, signals=None
+        options,
+        directory=None,
+        keep=ReplayOptions(capacity=1).keep,
+        keep_every=None,
+        keep_within_s=None,
+        save_every=None,
+        save_every_s=None,
+        signals=None,
     )

@@ -155,6 +155,14 @@ def test_the_counters_of_an_older_run_come_with_no_settings(new: Limiter) -> Non
         ({"select": {"select": "prioritized", "new": "max"}}, "select="),
         ({"select": {"select": "uniform", "window": 0}}, "window=0"),
         ({"select": {"select": "ordered", "by": "min"}}, "field=''"),
+        ({"keep": 5}, "keep=5: there is no directory="),
+        ({"keep": -1}, "keep=None: there is no directory="),
+        ({"keep_every": 5}, "keep_every=5: there is no directory="),
+        ({"keep_within_s": 5.0}, r"keep_within_s=5\.0: there is no directory="),
+        ({"save_every": 5}, "save_every=5: there is no directory="),
+        ({"save_every_s": 5.0}, r"save_every_s=5\.0: there is no directory="),
+        ({"signals": ["SIGUSR1"]}, r"signals=\['SIGUSR1'\]: there is no directory="),
+        ({"signals": [], "storage": "shared"}, r"signals=\[\]: there is no directory="),
     ],
 )
 def test_options_out_of_range_are_refused_by_name(options: dict[str, Any], named: str) -> None:
@@ -168,11 +176,17 @@ def test_options_out_of_range_are_refused_by_name(options: dict[str, Any], named
         Limiter(min_size=5, ratio=2.0),
         Prioritized(alpha=0.5),
         Slices(length=3, pad=True),
+        ReplayOptions(capacity=9, keep=3, directory="runs/a", save_every=5, signals=[]),
         ReplayOptions(capacity=9, select=Prioritized(beta=0.5), limiter=Limiter(min_size=9)),
     ],
 )
 def test_options_are_built_again_from_their_plain_values(options: Options) -> None:
     assert type(options).of(options.to_dict()) == options
+
+
+def test_options_of_no_folder_come_back_from_what_a_buffer_resolved() -> None:
+    plain = ReplayBuffer(9).options.to_dict()
+    assert ReplayBuffer(**plain).options.to_dict() == plain
 
 
 def test_who_is_let_in_as_the_waits_end_is_let_in() -> None:
