@@ -11,7 +11,7 @@ import msgspec
 from pipeline.config.base import Options
 from pipeline.config.removing import Remove, removal
 from pipeline.config.saved import SavingOptions
-from pipeline.config.selecting import Prioritized, Selection, StalenessWeighted, Uniform, WithoutReplacement, selection
+from pipeline.config.selecting import Prioritized, Selection, Uniform, WithoutReplacement, selection
 from pipeline.errors import ConfigError
 
 MOST_ROWS = 2**31 - 1
@@ -164,7 +164,7 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
         Raises:
             ConfigError: the message names the option, and what to do instead.
         """
-        of, select = "storage='shared': processes have rows, priorities and counters in common, and not", self.select
+        of = "storage='shared': processes have rows, priorities and counters in common, and not"
         if self.compress:
             raise ConfigError.of(
                 "compress", self.compress, f"{of} rows of any length; leave it out, or use one process"
@@ -175,18 +175,6 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
             )
         if self.remove.by != "fifo":
             raise ConfigError.of("remove", self.remove.by, f"{of} an order of removal; leave it out: the oldest goes")
-        if isinstance(select, StalenessWeighted):
-            raise ConfigError.of(
-                "select", select, f"{of} the ages of rows; use select='prioritized' and update_priorities()"
-            )
-        if not isinstance(select, Prioritized) and select.uses is not None:
-            raise ConfigError.of(
-                "uses", select.uses, f"{of} how often each was drawn; use Limiter(ratio=), or 'without_replacement'"
-            )
-        if isinstance(select, Uniform) and select.window_trajectories is not None:
-            raise ConfigError.of(
-                "window_trajectories", select.window_trajectories, f"{of} where episodes began; use window="
-            )
 
     def _check_removal(self) -> None:
         by, select = self.remove.by, self.select

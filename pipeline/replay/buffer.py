@@ -18,7 +18,6 @@ from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.priorities import PriorityDrawer
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
-from pipeline.buffer.transitions.writing import Written
 from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError, UsageError
@@ -180,12 +179,12 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
     def _counts_of(self) -> tuple[Counts, int]:
         return self._counts, self._saver.stale_updates
 
-    def _parts(self, ring: Ring) -> Parts:
-        """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning."""
-        drawer = make_drawer(ring, self.options.select, self.options.seed, self._room.tree)
+    def _parts(self, ring: Ring, room: Room | None = None) -> Parts:
+        room = room or self._room
+        drawer = make_drawer(ring, self.options.select, self.options.seed, room.tree)
         next_obs = SharedNextObs(ring, self.options.fields) if self.options.share_next_obs else None
         counts = Counts(self.options.limiter)
-        return Parts(ring, drawer, counts, self._room.rng(), next_obs, Stepping(), Written(ring))
+        return Parts(ring, drawer, counts, room.rng(), next_obs, Stepping(), room.written(ring))
 
     def _use(self, parts: Parts) -> None:
         self._own = parts
@@ -340,15 +339,19 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         with self.gate.lock:
             self._usable()
             self._not_fed("clear")
-            self.ring.about_to_change(self.ring.keys())  # a generation that is being written wants them
-            self.ring.clear()
-            self.ring.storage.forget()
-            self.stepping.reset()
-            if self.next_obs is not None:
-                self.next_obs.forget()
-            self._drawer.clear()
-            self._written.clear()
+            self._clear()
         self.gate.changed()
+
+    def _clear(self) -> None:
+        self.ring.about_to_change(self.ring.keys())  # a generation that is being written wants them
+        self.ring.clear()
+        self.ring.storage.forget()
+        self.stepping.reset()
+        if self.next_obs is not None:
+            self.next_obs.forget()
+        self._drawer.clear()
+        self._written.clear()
+        self._room.commit()  # other columns may come now, in the same place
 
     def statistics(self) -> ReplayStatistics:
         """Return how the buffer stands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from pipeline.buffer.transitions.shared.files import Files
@@ -28,6 +29,10 @@ class JoinedReplayBuffer(ReplayBuffer):
             UsageError: always.
         """
         raise UsageError("a shared buffer is saved and resumed, with what is attached, by the process that built it")
+
+    def load_state_dict(self, state: Mapping[str, Any], *, continue_episodes: bool = False) -> NoReturn:
+        """See :meth:`attach`."""
+        self.attach()
 
     def save(self, step: int, *, wait: bool = False) -> NoReturn:
         """See :meth:`attach`."""

@@ -14,16 +14,20 @@ from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.shared.arrays import SharedArrays, arrays_bytes
 from pipeline.buffer.transitions.shared.files import Files
-from pipeline.buffer.transitions.shared.header import IDENTITY, PROCESSES, Header
+from pipeline.buffer.transitions.shared.header import IDENTITY, PROCESSES, VALUES_AT, Header
 from pipeline.buffer.transitions.shared.lock import SharedLock
 from pipeline.buffer.transitions.shared.member import Keeper, Member
 from pipeline.buffer.transitions.shared.memory import SharedMemory, SharedStorage, shared_tree, tree_bytes
-from pipeline.buffer.transitions.shared.ring import SharedRing
+from pipeline.buffer.transitions.shared.ring import Common, SharedRing
 from pipeline.buffer.transitions.shared.spill import Spill
+from pipeline.buffer.transitions.shared.undo import Undo
+from pipeline.buffer.transitions.shared.written import SharedWritten
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.sums import SumTree
-from pipeline.config import ReplayOptions
+from pipeline.buffer.transitions.writing import Written
+from pipeline.config import ReplayOptions, Uniform
 from pipeline.replay.gate import Gate
 from pipeline.replay.job import Job
 from pipeline.replay.shared_job import SharedJob
@@ -44,7 +48,15 @@ class Room(Protocol):
         ...
 
     def tree(self, capacity: int) -> SumTree:
-        """Return a tree of priorities."""
+        """Return a tree of what rows weigh."""
+        ...
+
+    def written(self, ring: Ring) -> Written:
+        """Return what knows which columns of rows were changed."""
+        ...
+
+    def commit(self) -> None:
+        """Let what was done with the lock up to now be done, whatever comes next."""
         ...
 
     def rng(self) -> np.random.Generator:
@@ -53,6 +65,10 @@ class Room(Protocol):
 
     def job(self, ring: Ring, state: BufferState, values: dict[str, np.ndarray], first: int) -> Job:
         """Return what brings the rows from the key ``first`` on to the disk; the caller has the lock."""
+        ...
+
+    def replacing(self) -> None:
+        """Take in that other parts are about to be made, which :meth:`use` puts in the place of those in use."""
         ...
 
     def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
@@ -76,11 +92,20 @@ class OwnRoom:
     def tree(self, capacity: int) -> SumTree:
         return SumTree(capacity)
 
+    def written(self, ring: Ring) -> Written:
+        return Written(ring)
+
+    def commit(self) -> None:
+        """It is."""
+
     def rng(self) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self._options.seed, 0]))
 
     def job(self, ring: Ring, state: BufferState, values: dict[str, np.ndarray], first: int) -> Job:
         return Job(ring, self.gate, state, values, first)
+
+    def replacing(self) -> None:
+        """They lie elsewhere."""
 
     def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
         """Nobody else need know."""
@@ -100,7 +125,8 @@ class SharedRoom:
         self._new = files is None
         self.files = files or Files.create()
         self._options = options
-        self._header = Header(self.files.memory, tree_bytes(options.capacity))
+        tree, arrays = tree_bytes(options.capacity), arrays_bytes(options.capacity)
+        self._header = Header(self.files.memory, tree + arrays)
         self._lock = SharedLock(self.files.lock, self.files.closed)
         self.number = 0
         if self._new:
@@ -109,23 +135,39 @@ class SharedRoom:
             with self._lock:
                 self.number = self._header.words[PROCESSES] = self._header.words[PROCESSES] + 1
         self.gate = SharedGate(self._lock, self._header, self.number)
-        self._spill = Spill(self.files.spill, options.capacity, self._header)
+        self._common = Common(
+            self._header,
+            Spill(self.files.spill, options.capacity, self._header),
+            Undo(self.files.undo, self._header),
+            SharedArrays(self._header, VALUES_AT + tree, options.capacity),
+            isinstance(options.select, Uniform) and options.select.window_trajectories is not None,
+        )
         self._member = Member(self._header, self.number, self.gate.waking.wake)
         self._ring: SharedRing | None = None
 
     def ring(self) -> Ring:
         memory = SharedMemory(self.files.memory, self._header.end)
-        return SharedRing(SharedStorage(self._options.capacity, memory, self._header), self._header, self._spill)
+        return SharedRing(SharedStorage(self._options.capacity, memory, self._header), self._common)
 
     def tree(self, capacity: int) -> SumTree:
         return shared_tree(self._header, capacity, new=self._new and self._ring is None)
+
+    def written(self, ring: Ring) -> Written:
+        assert isinstance(ring, SharedRing)
+        return SharedWritten(ring, self._header)
+
+    def commit(self) -> None:
+        self._member.commit()
 
     def rng(self) -> np.random.Generator:
         # Zeros at the end would not count: so the first process draws as a buffer of one process does.
         return np.random.Generator(np.random.PCG64([self._options.seed, 0, self.number]))
 
     def job(self, ring: Ring, state: BufferState, values: dict[str, np.ndarray], first: int) -> Job:
-        return SharedJob(self._spill, ring, self.gate, state, values, first)
+        return SharedJob(self._common.spill, ring, self.gate, state, values, first)
+
+    def replacing(self) -> None:
+        self._member.replacing = True
 
     def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
         assert isinstance(ring, SharedRing)

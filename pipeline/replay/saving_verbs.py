@@ -17,6 +17,7 @@ from pipeline.replay.arguments import not_shared
 from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, selector_values, state_of, values_of
 from pipeline.replay.pooling import take_places
+from pipeline.replay.rooms import OwnRoom, Room
 from pipeline.replay.saving import ReplayResumed, Saver
 from pipeline.replay.state import BufferState
 
@@ -28,11 +29,17 @@ class SavingVerbs(FolderVerbs):
     ring: Ring
     _saver: Saver
     _own: Parts
+    _room: Room
 
     def _not_fed(self, verb: str) -> None:
         raise NotImplementedError
 
-    def _parts(self, ring: Ring) -> Parts:
+    def _parts(self, ring: Ring, room: Room | None = None) -> Parts:
+        """Return the parts of a buffer of the rows of ``ring``, as they are at the beginning; ``room``: another one
+        than the buffer's own."""
+        raise NotImplementedError
+
+    def _clear(self) -> None:
         raise NotImplementedError
 
     def _use(self, parts: Parts) -> None:
@@ -58,6 +65,7 @@ class SavingVerbs(FolderVerbs):
         self._usable()
         with self._saver.lock:
             with self.gate.lock:
+                self._room.replacing()
                 found = self._saver.find(step, self.ring)
                 self.listen()
                 parts = self._own
@@ -68,6 +76,8 @@ class SavingVerbs(FolderVerbs):
                     self._use(parts)
                     if not continue_episodes:
                         self.ring.cut()
+                else:
+                    self._use(parts)
                 if self._due is not None:
                     self._due.saved(0 if found is None else found.stored.manifest.step)
             resumed = self._saver.ready(found, self._own)
@@ -95,6 +105,9 @@ class SavingVerbs(FolderVerbs):
         """Take back what :meth:`state_dict` gave; what the buffer holds goes. Of a smaller capacity than before, the
         newest rows come back.
 
+        Of a shared buffer it takes the memory of the rows once more while it works. Should the process be killed in its
+        midst, the others go on with an empty buffer.
+
         Args:
             state: of this buffer or of another one.
             continue_episodes: see :meth:`resume`.
@@ -103,23 +116,27 @@ class SavingVerbs(FolderVerbs):
             ConfigError: it is no such state. Nothing was changed.
             UsageError: next observations were stored in another way, or a save with a directory has begun.
         """
-        not_shared(self.options.storage, "load_state_dict", "save() and resume() it with directory=")
         self._not_fed("load_state_dict")
         with self.gate.lock:
             self._usable()
             self._saver.check_replaceable()
-            parts = self._restored(state)
+            room: Room = self._room
+            if self.options.storage == "shared":
+                self._restored(state, OwnRoom(self.options))  # finds what is wrong before anything is changed
+                self._clear()
+            room.replacing()
+            parts, self._saver.stale_updates = self._restored(state, room)
             self._use(parts)
             if not continue_episodes:
                 self.ring.cut()
         self.gate.changed()
 
-    def _restored(self, given: Mapping[str, Any]) -> Parts:
+    def _restored(self, given: Mapping[str, Any], room: Room) -> tuple[Parts, int]:
         try:
             state = msgspec.convert(given["state"], BufferState)
             check_sharing(state, self.options, "the state")
             check_kind(state, self.ring, "the state")
-            ring = self.ring.like(state.schema)
+            ring = (self.ring if room is self._room else room.ring()).like(state.schema)
             ring.restore(state.added, state.size, state.cut_keys)
             ring.episodes.load(state.open_episodes, state.next_episode)
             if isinstance(ring, Pool):
@@ -131,14 +148,13 @@ class SavingVerbs(FolderVerbs):
             elif state.schema is not None:
                 take_back(ring, state.added - state.size, state.size, dict(given["rows"]))
                 ring.relink()
-            parts = self._parts(ring)
+            parts = self._parts(ring, room)
             restore(parts, self.options, state, given["values"])
         except ForebayError:
             raise
         except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"state: no state of a replay buffer ({error!r})", option="state") from None
-        self._saver.stale_updates = state.stale_updates
-        return parts
+        return parts, state.stale_updates
 
     def sampling_state(self) -> dict[str, Any]:
         """Return what the next draws depend on beside the rows, for another object to save: plain values and

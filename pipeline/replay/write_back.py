@@ -15,7 +15,7 @@ from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.writing import Written
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError
-from pipeline.replay.arguments import keys_of, not_shared
+from pipeline.replay.arguments import keys_of
 from pipeline.replay.gate import Gate
 
 Ints = np.ndarray
@@ -65,7 +65,6 @@ class WriteBackVerb:
             ConfigError: a column is unknown, or of another shape or dtype, or tells where episodes end, or is shared
                 with another row; a key was never that of a row; or the numbers differ. Nothing was changed.
         """
-        not_shared(self.options.storage, "write_back", "add rows with the new values, or use one process")
         with self.gate.lock:
             self._usable()
             where = keys_of(keys, self.ring.keys_end, -int(self.ring.scattered))

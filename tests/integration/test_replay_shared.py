@@ -20,8 +20,10 @@ from pipeline import Limiter, ReplayBuffer
 from pipeline.buffer.transitions import blocks
 from pipeline.buffer.transitions.layout import BEHIND
 from pipeline.checkpoint import verify
+from pipeline.config import Ordered, StalenessWeighted, Uniform, WithoutReplacement
 from tests.support.children import child
 from tests.support.sharing import (
+    BACK,
     CAPACITY,
     OPERATIONS,
     Slow,
@@ -29,6 +31,7 @@ from tests.support.sharing import (
     busy,
     check,
     contents,
+    drain,
     follow,
     hold_two,
     operate,
@@ -137,6 +140,112 @@ def test_a_priority_that_one_process_sets_decides_what_another_draws() -> None:
         weight = (expected + 1e-6) ** 0.6
         drawn = np.bincount(np.concatenate([buffer.sample(500).keys for _ in range(40)]), minlength=50) / 20_000
         assert np.abs(drawn - weight / weight.sum()).max() < 0.01
+    check(buffer)
+
+
+@pytest.mark.parametrize(
+    "select", [Ordered(by="fifo", uses=1), Ordered(by="lifo", uses=2), Uniform(uses=3), WithoutReplacement(uses=2)]
+)
+def test_processes_have_the_uses_of_rows_in_common(select: Any) -> None:
+    buffer = shared(600, select=select)
+    buffer.extend(rows(0, 600), envs=3)
+    with ExitStack() as stack:
+        drawers = [stack.enter_context(child(drain, buffer.share())) for _ in range(3)]
+        for process in drawers:
+            assert process.hear() == "ready"
+        for process in drawers:
+            process.pipe.send("go")
+        given = [process.hear() for process in drawers]
+    times = np.bincount(np.concatenate([np.array(keys, np.int64) for keys in given]), minlength=600)
+    assert times.max() == select.uses
+    assert 600 * select.uses - times.sum() < 3, "what is left is less than a batch"
+    buffer.extend(rows(600, 30))
+    assert buffer.sample(3).keys.min() >= 598
+
+
+@pytest.mark.parametrize("episodes", [1, 3, 8])
+def test_a_process_that_joins_late_knows_where_episodes_began(episodes: int) -> None:
+    select = Uniform(window_trajectories=episodes)
+    alone, buffer = ReplayBuffer(CAPACITY, select=select), shared(select=select)
+    for number in range(12):
+        for each in (alone, buffer):
+            each.extend(rows(40 * number, 12), envs=3)
+            each.extend(rows(40 * number + 12, 7), env=np.array([3, 0, 3, 3, 1, 0, 3]))
+            each.append({name: column[0] for name, column in rows(40 * number + 20, 1).items()}, env=7)
+        with child(follow, buffer.share()) as other:
+            other.pipe.send(("draw", 2000))
+            drawn = set(other.hear())
+        keys = alone.ring.keys()
+        assert drawn == set(keys[alone.drawer.mass(keys) > 0].tolist())
+
+
+def test_ages_of_rows_that_others_add_count() -> None:
+    buffer = shared(100, select=StalenessWeighted(half_life=1.0))
+    buffer.extend(rows(0, 10), version=2000)
+    buffer.sample(5)
+    with child(follow, buffer.share()) as other:
+        other.pipe.send(("draw", 5))
+        other.hear()
+        buffer.extend(rows(10, 10), version=3000)
+        other.pipe.send(("draw", 50))
+        assert min(other.hear()) >= 10
+        other.pipe.send(("extend", 100))  # of version 0
+        other.hear()
+        assert set(buffer.sample(50).keys.tolist()) <= set(range(10, 20))
+
+
+def test_what_another_process_writes_back_is_saved(tmp_path: Path) -> None:
+    with shared(directory=tmp_path) as buffer, child(follow, buffer.share()) as other:
+        buffer.extend(rows(0, 60), envs=3)
+        buffer.save(1, wait=True)
+        other.pipe.send(("write back", 0))
+        assert other.hear() is None
+        buffer.save(2, wait=True)
+        after = contents(buffer)
+        assert after["a"][-1] == BACK + 59
+        other.pipe.send(("write back", 0))
+        other.hear()
+    for storage in ("memory", "shared"):
+        with ReplayBuffer(CAPACITY, directory=tmp_path, storage=storage, select="prioritized", seed=1) as again:
+            again.resume(continue_episodes=True)
+            assert contents(again) == after
+            assert whole(again.sample(200))
+
+
+def test_a_row_that_another_process_writes_back_while_it_is_saved_is_saved_as_it_was(tmp_path: Path) -> None:
+    files = Slow()
+    with shared(directory=tmp_path, files=files) as buffer, child(follow, buffer.share()) as other:
+        buffer.extend(rows(0, 60), envs=3)
+        before = contents(buffer)
+        saving = buffer.save(1)
+        assert files.begun.wait(30)
+        other.pipe.send(("write back", 0))
+        assert other.hear() is None
+        assert contents(buffer) != before
+        files.go_on.set()
+        assert saving.wait(30)
+    with shared(directory=tmp_path) as again:
+        again.resume(continue_episodes=True)
+        assert contents(again) == before
+
+
+@pytest.mark.parametrize("select", ["prioritized", Uniform(window_trajectories=2)])
+def test_others_know_nothing_any_more_of_rows_that_a_state_has_replaced(select: Any) -> None:
+    alone, buffer = ReplayBuffer(CAPACITY, select=select, seed=1), shared(select=select)
+    alone.extend(rows(500, 48), envs=4)
+    buffer.extend(rows(0, 48), envs=3)
+    with child(follow, buffer.share()) as other:
+        other.pipe.send(("look", 0))
+        assert other.hear()[:5] == outcome(buffer, "look", 0)[:5]
+        buffer.load_state_dict(alone.state_dict(), continue_episodes=True)
+        check(buffer)
+        other.pipe.send(("look", 0))
+        assert other.hear()[:5] == outcome(buffer, "look", 0)[:5] == outcome(alone, "look", 0)[:5]
+        other.pipe.send(("draw", 1000))
+        keys = alone.ring.keys()
+        assert set(other.hear()) == set(keys[alone.drawer.mass(keys) > 0].tolist())
+        other.pipe.send(("mixed", 900))
+        assert other.hear() is None
     check(buffer)
 
 

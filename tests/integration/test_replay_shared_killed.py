@@ -17,8 +17,10 @@ import pytest
 from pipeline import ReplayBuffer
 from pipeline.buffer.transitions import blocks
 from pipeline.checkpoint import verify
+from pipeline.config import Ordered, StalenessWeighted, Uniform, WithoutReplacement
 from tests.support.children import ChildProcess, Ended, child
 from tests.support.sharing import (
+    BACK,
     CAPACITY,
     OPERATIONS,
     Slow,
@@ -31,6 +33,7 @@ from tests.support.sharing import (
     rows,
     shared,
     until,
+    used,
     write_when_told,
 )
 
@@ -38,6 +41,18 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
 KILLS = 8 if SOAK == 1 else 100
 EVERY_LINE = 47 if SOAK == 1 else 1
+
+
+AGES = StalenessWeighted(half_life=3.0)
+WINDOW = Uniform(window_trajectories=3)
+USES, EPOCHS, QUEUE = Uniform(uses=1000), WithoutReplacement(uses=1000), Ordered(by="lifo", uses=1000)
+OTHERS: list[Any] = [
+    ("write back", "prioritized"),
+    *((what, AGES) for what in ("extend", "sample", "clear")),
+    *((what, WINDOW) for what in ("mixed", "clear", "first")),
+    *((what, USES) for what in ("sample", "many")),
+    ("sample", EPOCHS),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +63,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
-@pytest.mark.parametrize("what", OPERATIONS)
-def test_killed_within_any_line_of_an_operation_it_leaves_nothing_half_done(what: str) -> None:
+@pytest.mark.parametrize(("what", "select"), [*((what, "prioritized") for what in OPERATIONS), *OTHERS])
+def test_killed_within_any_line_of_an_operation_it_leaves_nothing_half_done(what: str, select: Any) -> None:
     line, number = random.Random(what).randrange(1, 1 + EVERY_LINE), 0
-    buffer = shared()
+    buffer = shared(select=select)
     while True:
         number += 1
         if what == "first":
-            buffer = shared()
+            buffer = shared(select=select)
         else:
             buffer.extend(rows(1000 * number, 30), envs=3)
             operate(buffer, "append", 1000 * number + 30)
@@ -68,6 +83,84 @@ def test_killed_within_any_line_of_an_operation_it_leaves_nothing_half_done(what
         most = {"many": CAPACITY + 20, "clear": CAPACITY}.get(what, 12)
         assert len(np.setdiff1d(before, kept)) <= most, "rows were lost that nobody was about to overwrite"
     check(buffer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+def test_killed_while_it_writes_back_it_has_written_all_or_nothing() -> None:
+    line, buffer, going_on = random.Random(4).randrange(1, 1 + EVERY_LINE), shared(), True
+    buffer.extend(rows(0, 60), envs=3)
+    outcomes = set()
+    while going_on:
+        before = buffer.ring.mark("a", buffer.ring.keys())
+        going_on = killed_inside(buffer, "write back", 0, line)
+        line += EVERY_LINE // 4 + 1
+        check(buffer)
+        written = buffer.ring.mark("a", buffer.ring.keys()) - before
+        outcomes.add((int((written == BACK).sum()), int((written == 0).sum())))
+        assert outcomes <= {(0, 60), (12, 48)}
+    assert len(outcomes) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+@pytest.mark.parametrize("select", [USES, EPOCHS, QUEUE])
+def test_killed_while_it_draws_it_has_taken_a_use_of_each_row_or_of_none(select: Any) -> None:
+    line, buffer, going_on = random.Random(5).randrange(1, 1 + EVERY_LINE), shared(select=select), True
+    buffer.extend(rows(0, 60), envs=3)
+    while going_on:
+        before, sampled = used(buffer), buffer.statistics().sampled
+        going_on = killed_inside(buffer, "draw some", 0, line)
+        line += EVERY_LINE // 4 + 1
+        check(buffer)
+        assert used(buffer) - before == buffer.statistics().sampled - sampled
+        assert used(buffer) - before in (0, 8)
+        if select is EPOCHS:
+            buffer.sample(57)
+            times = buffer.drawer.arrays()["used"]
+            assert times.max() - times.min() <= 1, "an epoch has each row once"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+@pytest.mark.parametrize("select", ["prioritized", WINDOW])
+def test_killed_while_it_loads_a_state_it_leaves_the_rows_of_before_or_none_or_all(select: Any) -> None:
+    line, number, going_on, found = random.Random(6).randrange(1, 1 + EVERY_LINE), 0, True, set()
+    while going_on:
+        buffer, number = shared(select=select), number + 1
+        buffer.extend(rows(1000 * number, 72), envs=3)
+        buffer.sample(8, slices={"length": 2, "pad": True})  # now it knows how long episodes are
+        before = contents(buffer)
+        going_on = killed_inside(buffer, "load", 1000 * number + 500, line)
+        line += EVERY_LINE
+        check(buffer)
+        after = contents(buffer) if len(buffer) else None
+        new = list(range(1000 * number + 510, 1000 * number + 600))
+        assert after is None or after == before or after["a"] == new
+        found.add("none" if after is None else "old" if after == before else "new")
+        buffer.extend(rows(1000 * number, 30), envs=3)
+        check(buffer)
+    assert found == {"none", "old", "new"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+def test_killed_at_any_line_it_leaves_known_where_episodes_began() -> None:
+    line, number, buffer = random.Random(7).randrange(1, 1 + EVERY_LINE), 0, shared(select=WINDOW)
+    left = {"extend", "mixed", "append", "many", "cut"}
+    while left:
+        what = sorted(left)[number % len(left)]
+        number += 1
+        buffer.extend(rows(1000 * number, 10), envs=2)
+        keys = buffer.ring.keys()
+        firsts, begun = buffer.ring.firsts(keys), buffer.ring.begun()
+        if not killed_inside(buffer, what, 1000 * number + 100, line):
+            left.remove(what)
+        line += max(1, EVERY_LINE // 5)
+        check(buffer)
+        there = buffer.ring.alive(keys)
+        assert np.array_equal(buffer.ring.firsts(keys[there]), firsts[there])
+        assert all(each in begun or each[1] >= keys[0] for each in buffer.ring.begun())
 
 
 def killed_inside(buffer: ReplayBuffer, what: str, first: int, line: int) -> bool:
@@ -88,8 +181,8 @@ def test_who_repairs_may_be_killed_as_well() -> None:
     buffer.extend(rows(0, 60), envs=3)
     number, line = 1, random.Random(1).randrange(1, 1 + EVERY_LINE)
     while True:
-        operation = ("extend", "mixed", "cut all", "update")[number % 4]
-        assert killed_inside(buffer, operation, 1000 * number, 100)
+        operation = ("extend", "mixed", "cut all", "update", "write back")[number % 5]
+        assert killed_inside(buffer, operation, 1000 * number, 150 if operation == "write back" else 100)
         if not killed_inside(buffer, "repair", 0, line):
             break
         if number % 3 == 0:

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import ReplayBuffer, UsageError
+from pipeline import ReplayBuffer, Starved, UsageError
+from pipeline.buffer.transitions.ageing import AgeingDrawer
+from pipeline.buffer.transitions.consuming import ConsumingDrawer
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, OPEN, PLACE, SERIAL
 from pipeline.buffer.transitions.priorities import PriorityDrawer
+from pipeline.buffer.transitions.shared.ring import SharedRing
 from pipeline.buffer.transitions.sums import FAN
 from tests.support.disk import ScriptedFiles
 
@@ -57,12 +60,16 @@ def contents(buffer: ReplayBuffer) -> dict[str, Any]:
 def rows(first: int, count: int, wide: int = 300) -> dict[str, Any]:
     """Rows whose columns all hold the same number; one of them lies in an array of its own."""
     number = np.arange(first, first + count)
+    return columns(number, wide) | {"terminated": number % 7 == 6}
+
+
+def columns(number: np.ndarray, wide: int = 300) -> dict[str, Any]:
+    """Such columns, but for those that say where episodes end."""
     return {
         "a": number,
         "b": number.astype(np.float64),
-        "image": np.repeat(number, wide).reshape(count, wide),
+        "image": np.repeat(number, wide).reshape(len(number), wide),
         "reward": number.astype(np.float32),
-        "terminated": number % 7 == 6,
     }
 
 
@@ -86,9 +93,22 @@ def check(buffer: ReplayBuffer) -> None:
         assert (ring.mark("image", keys) == a[:, None]).all()
         _check_links(buffer, keys)
         if isinstance(buffer._drawer, PriorityDrawer):
-            _check_sums(buffer, keys)
+            buffer._drawer._settle()
+            _check_sums(buffer._drawer.tree, buffer, keys)
+        if isinstance(buffer._drawer, AgeingDrawer):
+            ages = buffer._drawer.mass(keys)
+            versions = ring.mark("#version", keys).astype(np.int64)
+            assert np.allclose(ages / ages[-1], np.exp2((versions - versions[-1]) / 3.0))
+            _check_sums(buffer._drawer._tree, buffer, keys)
+        if isinstance(buffer._drawer, ConsumingDrawer):
+            buffer._drawer._settle()
+            left = buffer._drawer._uses.left(keys)
+            assert (buffer._drawer._tree.values[ring.slots(keys)] == (left > 0)).all()
+            _check_sums(buffer._drawer._tree, buffer, keys)
+        if isinstance(ring, SharedRing) and ring._begins is not None:
+            _check_firsts(ring, keys)
     everything: tuple[dict[str, Any], ...] = ({}, {"n_step": 3, "gamma": 0.9}, {"slices": {"length": 3, "pad": True}})
-    for more in everything:
+    for more in everything if not drawn_up(buffer) else ():
         with buffer.gate.lock:
             batch = buffer.sample(64, **more)
             assert ring.alive(batch.keys).all()
@@ -116,11 +136,32 @@ def _check_links(buffer: ReplayBuffer, keys: np.ndarray) -> None:
     assert ring.following(keys).tolist() == [lengths[e] - p for e, p in zip(episode, place, strict=True)]
 
 
-def _check_sums(buffer: ReplayBuffer, keys: np.ndarray) -> None:
-    drawer = buffer._drawer
-    assert isinstance(drawer, PriorityDrawer)
-    drawer._settle()
-    tree = drawer.tree
+def drawn_up(buffer: ReplayBuffer) -> bool:
+    """Whether a look by drawing would take uses of rows."""
+    return getattr(buffer.options.select, "uses", None) is not None
+
+
+def used(buffer: ReplayBuffer) -> int:
+    """How often the rows that are there were drawn."""
+    with buffer.gate.lock:
+        return int(buffer._drawer.arrays()["used"].sum())
+
+
+def _check_firsts(ring: Any, keys: np.ndarray) -> None:
+    firsts, episode, place = ring.firsts(keys), ring.mark(EPISODE, keys), ring.mark(PLACE, keys)
+    assert (firsts[place == 0] == keys[place == 0]).all()
+    assert (firsts[place > 0] < keys[place > 0]).all()
+    for number in np.unique(episode):
+        assert len(np.unique(firsts[episode == number])) == 1
+    for _, key, number, _ in ring.episodes.state():
+        if key >= ring.oldest:
+            assert ring._firsts_of(np.array([number])) == firsts[key - ring.oldest]
+    for count in (1, 2, 5, 100):
+        begun = np.unique(firsts)
+        assert ring.begin_of_newest(count) == begun[-min(count, len(begun))]
+
+
+def _check_sums(tree: Any, buffer: ReplayBuffer, keys: np.ndarray) -> None:
     leaves = tree.values.tolist()
     there = set(buffer.ring.slots(keys).tolist())
     assert all(value == 0 for slot, value in enumerate(leaves) if slot not in there)
@@ -204,6 +245,9 @@ def busy(pipe: Any, handle: Any, number: int) -> None:
         done += 1
 
 
+BACK = 50_000_000
+"""What is added to the rows that are written back."""
+
 OPERATIONS = ("extend", "mixed", "append", "many", "sample", "update", "cut", "cut all", "clear", "first")
 
 
@@ -228,6 +272,17 @@ def operate(buffer: ReplayBuffer, what: str, first: int) -> None:
         buffer.end_episode(1 if what == "cut" else None)
     elif what == "clear":
         buffer.clear()
+    elif what == "draw some":
+        buffer.sample(8)
+    elif what == "write back":
+        with buffer.gate.lock:
+            keys = buffer.ring.keys()[-12:]
+            number = buffer.ring.mark("a", keys)
+        assert buffer.write_back(keys, columns(number + BACK)).applied.all()
+    elif what == "load":
+        other = ReplayBuffer(CAPACITY, select=buffer.options.select, seed=buffer.options.seed)
+        other.extend(rows(first, CAPACITY + 10), envs=5)
+        ReplayBuffer.load_state_dict(buffer, other.state_dict(), continue_episodes=True)  # a member refuses it
     elif what == "repair":
         len(buffer)
 
@@ -313,6 +368,20 @@ def outcome(buffer: ReplayBuffer, what: str, first: int) -> Any:
         return buffer.sample(first).keys.tolist()
     operate(buffer, what, first)
     return None
+
+
+def drain(pipe: Any, handle: Any) -> None:
+    """Draw, as long as there is anything that was not drawn too often; say the keys."""
+    buffer = ReplayBuffer.join(handle)
+    pipe.send("ready")
+    pipe.recv()
+    keys: list[int] = []
+    while True:
+        try:
+            keys += buffer.sample(3).keys.tolist()
+        except Starved:
+            break
+    pipe.send(keys)
 
 
 def add_limited(pipe: Any, handle: Any, count: int) -> None:

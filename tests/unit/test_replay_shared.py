@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 
 from pipeline import ConfigError, ReplayBuffer, UsageError
 from pipeline.buffer.transitions.shared.files import Files
-from pipeline.config import Ordered, StalenessWeighted, Uniform, WithoutReplacement
+from tests.support.replay import filled
 from tests.support.replaying import CAPACITY, contents, draws, fill, rows
 from tests.unit import test_replay_aio as aio
 from tests.unit import test_replay_saving as saving
+from tests.unit import test_replay_write_back as write_back
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name is a thing of Linux")
 
@@ -31,13 +33,13 @@ def shared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         return ReplayBuffer(capacity, directory=directory, **{"storage": "shared", **options})
 
     monkeypatch.setattr(saving, "make", make)
+    monkeypatch.setattr(write_back, "ReplayBuffer", partial(ReplayBuffer, storage="shared"))
+    monkeypatch.setattr(write_back, "filled", partial(filled, storage="shared"))
     limited = aio.limited
     monkeypatch.setattr(aio, "limited", lambda **more: limited(storage="shared", **more))
 
 
-@pytest.mark.parametrize(
-    "name", ["uniform", "window", "carry", "drop", "keep", "prioritized", "by_batch", "fifo", "max"]
-)
+@pytest.mark.parametrize("name", saving.SELECTIONS)
 @pytest.mark.parametrize("added", [0, 5, 61, 200])
 def test_the_next_draws(tmp_path: Path, name: str, added: int) -> None:
     saving.test_the_next_draws_are_those_of_the_buffer_that_was_not_saved(tmp_path, name, added)
@@ -68,18 +70,51 @@ test_tasks_wait = aio.test_adding_and_sampling_wait_for_each_other
 test_threads_and_tasks = aio.test_a_thread_wakes_a_task_and_a_task_a_thread
 
 
-@pytest.mark.parametrize("select", ["uniform", "prioritized", "without_replacement"])
-def test_it_draws_what_a_buffer_of_one_process_draws(select: str) -> None:
+@pytest.mark.parametrize("name", saving.SELECTIONS)
+def test_it_draws_what_a_buffer_of_one_process_draws(name: str) -> None:
+    select = saving.SELECTIONS[name]
     alone, shared = (ReplayBuffer(CAPACITY, select=select, seed=3, storage=each) for each in ("memory", "shared"))
     for buffer in (alone, shared):
         fill(buffer, 0, 200)
-    assert draws(alone, 20) == draws(shared, 20)
+    assert draws(alone, 5) == draws(shared, 5)
+    for at in range(200, 300, 20):
+        for buffer in (alone, shared):
+            buffer.extend(rows(at, 12), envs=3, version=at)
+            buffer.extend(rows(at + 12, 8), env=np.arange(8) * 5 % 3)
+            buffer.end_episode(at % 3)
+            buffer.append(one(rows(at, 1)), env=4)
+        assert draws(alone, 1) == draws(shared, 1)
     assert contents(alone) == contents(shared)
     for buffer in (alone, shared):
         buffer.clear()
         assert len(buffer) == 0
-        buffer.extend({"x": np.arange(30)})
+        buffer.extend({"x": np.arange(30), "reward": np.arange(30)})
     assert alone.sample(12)["x"].tolist() == shared.sample(12)["x"].tolist()
+
+
+def one(block: dict[str, Any]) -> dict[str, Any]:
+    """The row of a block of one."""
+    return {name: one(part) if isinstance(part, dict) else part[0] for name, part in block.items()}
+
+
+@pytest.mark.parametrize("name", saving.SELECTIONS)
+def test_a_state_dict(name: str) -> None:
+    saving.test_a_state_dict_is_all_of_it(name, False)
+
+
+test_state_dicts_of_other_capacities = saving.test_a_state_dict_fits_into_another_capacity_and_ends_open_episodes
+test_no_state_dict = saving.test_what_is_no_state_is_refused_and_nothing_changes
+test_state_dict_after_save = saving.test_rows_that_lie_on_the_disk_are_not_exchanged
+test_write_back = write_back.test_rows_that_are_there_are_changed_and_each_key_is_told_what_became_of_it
+test_write_back_versions = write_back.test_a_row_of_another_version_is_refused
+test_write_back_twice = write_back.test_of_a_key_that_is_named_twice_the_last_counts
+test_write_back_kinds = write_back.test_columns_of_any_kind_are_changed
+test_write_back_refused = write_back.test_what_is_bad_is_refused_and_nothing_changes
+test_write_back_orders = write_back.test_an_order_by_a_column_follows_its_changes
+test_write_back_saved = write_back.test_what_was_changed_is_saved_whenever_that_was
+test_write_back_during_a_save = write_back.test_a_row_that_is_changed_while_it_is_saved_is_saved_as_it_was
+test_write_back_before_a_save = write_back.test_what_is_changed_before_it_is_saved_costs_nothing
+test_write_back_state = write_back.test_changes_are_in_a_state_dict
 
 
 def test_what_is_forgotten_gives_its_memory_back() -> None:
@@ -100,6 +135,7 @@ def held(handle: Any) -> int:
 
 
 def test_the_descriptors_go_with_the_last_user() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     buffer = ReplayBuffer(64, storage="shared")
     handle = buffer.share()
@@ -141,15 +177,11 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     del buffer
     joined = ReplayBuffer.join(handle)
     assert len(joined) == 1
-    for verb in (lambda: joined.save(1), joined.resume, joined.attach):
+    for verb in (lambda: joined.save(1), joined.resume, joined.attach, lambda: joined.load_state_dict({})):
         with pytest.raises(UsageError, match="the process that built it"):
             verb()
     with pytest.raises(ConfigError, match="storage"):
         ReplayBuffer(5, storage="mapped")
-    with pytest.raises(ConfigError, match="add rows with the new values"):
-        joined.write_back([0], {"x": [2.0]})
-    with pytest.raises(ConfigError, match="resume"):
-        joined.load_state_dict(joined.state_dict())
     with pytest.raises(ConfigError, match="of its own"):
         joined.sampling_state()
     monkeypatch.delattr(os, "memfd_create")
@@ -162,11 +194,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("share_next_obs", {"share_next_obs": True}),
         ("remove", {"remove": "lifo"}),
-        ("ages of rows", {"select": StalenessWeighted(half_life=3)}),
-        ("uses", {"select": Uniform(uses=2)}),
-        ("uses", {"select": Ordered(by="fifo", uses=1)}),
-        ("uses", {"select": WithoutReplacement(uses=1)}),
-        ("window_trajectories", {"select": Uniform(window_trajectories=2)}),
     ],
 )
 def test_what_processes_cannot_have_in_common_is_refused(option: str, given: dict[str, Any]) -> None:

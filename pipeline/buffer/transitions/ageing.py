@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,12 @@ class AgeingDrawer(Drawer):
     its own version and from that one alone, in whatever order rows came.
     """
 
-    def __init__(self, ring: Ring, options: StalenessWeighted) -> None:
+    def __init__(self, ring: Ring, options: StalenessWeighted, new_tree: Callable[[int], SumTree] = SumTree) -> None:
         super().__init__(ring)
         ProcessMemory().check(9 * ring.capacity, f"capacity={ring.capacity}: probabilities")
         self._half_life = options.half_life
-        self._tree = SumTree(ring.capacity)
+        self._new_tree = new_tree
+        self._tree = new_tree(ring.capacity)
         self._reference = 0
         self._pending = ring.added  # rows from this key on are not in the tree yet
 
@@ -74,9 +76,26 @@ class AgeingDrawer(Drawer):
         return {"reference": self._reference}
 
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self._tree, self._reference = SumTree(self.ring.capacity), int(state.get("reference", 0))
+        self._tree, self._reference = self._new_tree(self.ring.capacity), int(state.get("reference", 0))
+        self._tree.empty()
+        self._place_all()
+
+    def rebuild(self) -> None:
+        self._tree.fill(0, self._tree.capacity, 0.0)
+        self._place_all()
+
+    def _place_all(self) -> None:
         self._pending = self.ring.added
-        self._place(self.ring.keys())
+        if self.ring.size:
+            self._place(self.ring.keys())
 
     def clear(self) -> None:
-        self._tree, self._pending, self._reference = SumTree(self.ring.capacity), self.ring.added, 0
+        self._tree, self._pending, self._reference = self._new_tree(self.ring.capacity), self.ring.added, 0
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return self._reference, self._pending
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        self._reference, self._pending = map(int, numbers)

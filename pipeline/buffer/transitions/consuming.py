@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from pipeline.errors import Starved
 class ConsumingDrawer(Drawer):
     """Each row alike that has uses left: as if one row were drawn after the other."""
 
-    def __init__(self, ring: Ring, options: Uniform) -> None:
+    def __init__(self, ring: Ring, options: Uniform, new_tree: Callable[[int], SumTree] = SumTree) -> None:
         super().__init__(ring)
         assert options.uses is not None
         self._window = Window.of(ring, options)
         self._uses = Uses(ring, options.uses)
-        self._tree = SumTree(ring.capacity)  # 1 where a row has uses left
+        self._new_tree = new_tree
+        self._tree = new_tree(ring.capacity)  # 1 where a row has uses left
         self._pending = ring.added  # rows from this key on are not in the tree yet
 
     def added(self, first: int, count: int) -> None:
@@ -104,13 +106,29 @@ class ConsumingDrawer(Drawer):
         self._uses.load(arrays.get("used"))
         if self._window is not None:
             self._window.load(state)
-        self._tree, self._pending = SumTree(self.ring.capacity), self.ring.added
+        self._tree = self._new_tree(self.ring.capacity)
+        self._tree.empty()
+        self._place_all()
+
+    def rebuild(self) -> None:
+        self._tree.fill(0, self._tree.capacity, 0.0)
+        self._place_all()
+
+    def _place_all(self) -> None:
+        self._pending = self.ring.added
         if self.ring.size:
             self._mark(self.ring.keys())
 
     def clear(self) -> None:
-        self._uses.clear()
-        self._tree, self._pending = SumTree(self.ring.capacity), self.ring.added
+        self._tree, self._pending = self._new_tree(self.ring.capacity), self.ring.added
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return (self._pending,)
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        self._pending = int(numbers[0])
 
 
 def _times_before(keys: Ints) -> Ints:

@@ -135,6 +135,9 @@ class Drawer:
     def clear(self) -> None:
         """Take in that no row is left."""
 
+    def rebuild(self) -> None:
+        """Compute anew what follows from the rows: a process was killed while it changed that, or the rows."""
+
     @property
     def numbers(self) -> tuple[float, ...]:
         """What changes with draws and updates, but for arrays that grow with the buffer: all that another process has
@@ -233,9 +236,13 @@ class OrderedDrawer(Drawer):
             self._uses.load(arrays.get("used"))
             self._used_up = 0
 
-    def clear(self) -> None:
-        if self._uses is not None:
-            self._uses.clear()
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return (self._used_up,)
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        self._used_up = int(numbers[0])
 
     def _listed(self, count: int) -> Ints:
         """Return the keys of all rows, oldest first; where that is the order of the draws, no more than are drawn."""
@@ -289,16 +296,18 @@ class OrderedDrawer(Drawer):
 
 
 def make_drawer(ring: Ring, options: Selection, seed: int, new_tree: Callable[[int], SumTree] = SumTree) -> Drawer:
-    """Return the drawer for a selection; ``new_tree`` makes the tree of its priorities."""
+    """Return the drawer for a selection; ``new_tree`` makes the tree of what rows weigh."""
     from pipeline.buffer.transitions.ageing import AgeingDrawer
     from pipeline.buffer.transitions.consuming import ConsumingDrawer
     from pipeline.buffer.transitions.epochs import EpochDrawer
     from pipeline.buffer.transitions.priorities import PriorityDrawer
 
     if isinstance(options, Uniform):
-        return UniformDrawer(ring, options) if options.uses is None else ConsumingDrawer(ring, options)
+        return UniformDrawer(ring, options) if options.uses is None else ConsumingDrawer(ring, options, new_tree)
     if isinstance(options, WithoutReplacement):
         return EpochDrawer(ring, options, seed)
     if isinstance(options, Ordered):
         return OrderedDrawer(ring, options)
-    return PriorityDrawer(ring, options, new_tree) if isinstance(options, Prioritized) else AgeingDrawer(ring, options)
+    if isinstance(options, Prioritized):
+        return PriorityDrawer(ring, options, new_tree)
+    return AgeingDrawer(ring, options, new_tree)

@@ -24,6 +24,8 @@ class EpochDrawer(Drawer):
         self._base = 0
         self._order: Ints = np.empty(0, np.int64)
         self._uses = None if options.uses is None else Uses(ring, options.uses)
+        # Where processes have the rows in common, they have the list as well.
+        self._common = ring.array("order", np.int64) if ring.common and self._listed else None
 
     @property
     def _listed(self) -> bool:
@@ -43,6 +45,7 @@ class EpochDrawer(Drawer):
         except Starved:
             self.epoch, self.cursor, self.skipped, self._base, self._order = before
             raise
+        self._publish()
         if self._uses is not None:
             self._uses.take(keys)
         return keys
@@ -106,6 +109,14 @@ class EpochDrawer(Drawer):
             keys = keys[self._uses.left(keys, np.concatenate(drawn) if drawn else None) > 0]
         self._base, self._order = 0, keys[self._permutation(len(keys))]
 
+    def _publish(self) -> None:
+        """Let other processes have the list of this epoch."""
+        common, count = self._common, len(self._order)
+        if common is not None and count and not np.may_share_memory(common, self._order):
+            self.ring.changing("order", np.arange(count))
+            common[:count] = self._order
+            self._order = common[:count]
+
     def _permutation(self, size: int) -> Ints:
         order: Ints = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(size)
         return order
@@ -129,13 +140,21 @@ class EpochDrawer(Drawer):
         self._seed = state.get("seed", self._seed)  # the order follows from it, as all that is drawn after a resume
         if "order" in arrays:
             self._order = arrays["order"]
+            if len(self._order) > self.ring.capacity:
+                self._leave_out_gone()
+            self._publish()
         else:
             self._order = self._permutation(state["rows"]) if self.epoch >= 0 else np.empty(0, np.int64)
 
+    def _leave_out_gone(self) -> None:
+        """Forget rows of the epoch that did not come back to a smaller buffer."""
+        there = self.ring.alive(self._order)
+        self.skipped += int((~there[self.cursor :]).sum())
+        self.cursor = int(there[: self.cursor].sum())
+        self._order = self._order[there]
+
     def clear(self) -> None:
         self.cursor, self._order = 0, np.empty(0, np.int64)
-        if self._uses is not None:
-            self._uses.clear()
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -144,6 +163,8 @@ class EpochDrawer(Drawer):
     @numbers.setter
     def numbers(self, numbers: Sequence[float]) -> None:
         epoch, self.cursor, self.skipped, self._base, rows = map(int, numbers)
-        if (epoch, rows) != (self.epoch, len(self._order)):
+        if self._common is not None:
+            self.epoch, self._order = epoch, self._common[:rows]
+        elif (epoch, rows) != (self.epoch, len(self._order)):
             self.epoch = epoch
             self._order = self._permutation(rows) if rows else np.empty(0, np.int64)

@@ -173,8 +173,15 @@ class PriorityDrawer(Drawer):
         values, room = self.tree.values, self.ring.capacity - begin
         return {"priorities": np.concatenate([values[begin : begin + end], values[: max(0, end - room)]])}
 
+    def rebuild(self) -> None:  # from the values of the rows that there are; those of others are nothing
+        values = np.zeros(self.ring.capacity)
+        slots = self.ring.slots(self.ring.keys())
+        values[slots] = self.tree.values[slots]
+        self.tree.fill(0, self.ring.capacity, values)
+
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.tree = self._new_tree(self.ring.capacity)
+        self.tree.empty()
         if not state:  # rows that were drawn in another way before: all of them are new here
             self._pending = self.ring.oldest
             return

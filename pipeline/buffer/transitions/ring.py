@@ -29,6 +29,9 @@ class Ring:
     processes = 0
     """How many processes have joined, where several add rows."""
 
+    common = False
+    """Whether processes have the rows in common; see :mod:`pipeline.buffer.transitions.shared`."""
+
     def __init__(self, storage: TransitionStorage) -> None:
         self.storage = storage
         self.capacity = storage.capacity
@@ -132,6 +135,13 @@ class Ring:
 
     def changed(self, keys: Ints, names: Sequence[str]) -> None:
         """Take in that columns of rows were changed."""
+
+    def array(self, name: str, dtype: type[np.generic]) -> np.ndarray:
+        """Return one number for each slot, 0 at first, for who keeps something of rows beside them."""
+        return np.zeros(self.capacity, dtype)
+
+    def changing(self, name: str, places: Ints) -> None:
+        """Take in that such an array is about to be changed at places whose rows are there."""
 
     def revalued(self, slots: Ints, values: np.ndarray) -> None:
         """Take in what the rows in slots are worth: the lowest go first, if priorities decide."""
@@ -330,6 +340,44 @@ class Ring:
         self.cuts += len(self.episodes.cut())
         self.episodes.lengths.trim(0)
         self.size = 0
+
+    # -- which episodes are the newest -------------------------------------------------------------------------
+
+    def firsts(self, keys: Ints) -> Ints:
+        """Return the key of the first row of each row's episode; it may be gone."""
+        firsts: Ints = self.episodes.lengths.first(self.mark(EPISODE, keys))
+        return firsts
+
+    def begin_of_newest(self, episodes: int) -> int:
+        """Return the key of the first row, which may be gone, of the oldest of the newest so many episodes that have
+        rows there; there are some."""
+        lengths = self.episodes.lengths
+        firsts = lengths.first(lengths.numbers())
+        begun = firsts[firsts >= self.oldest]  # the first row is there, so the episode has rows
+        if len(begun) < episodes:  # then some that began earlier belong to it
+            begun = np.unique(lengths.first(np.unique(self.mark(EPISODE, self.keys()))))
+        at = max(0, len(begun) - episodes)
+        return int(np.partition(begun, at)[at])
+
+    def begun(self) -> list[list[int]]:
+        """Return [number, key of the first row] of every episode whose first row is gone, and that may have others."""
+        there = self.mark(EPISODE, self.keys()) if self.size else np.empty(0, np.int64)
+        # One that is open may go on, though none of its rows is left.
+        episodes = np.union1d(there, self.episodes.open())
+        firsts = self._firsts_of(episodes)
+        gone = firsts < self.oldest
+        found: list[list[int]] = np.column_stack([episodes[gone], firsts[gone]]).tolist()
+        return found
+
+    def _firsts_of(self, episodes: Ints) -> Ints:
+        return self.episodes.lengths.first(episodes)
+
+    def take_begun(self, begun: Sequence[Sequence[int]]) -> None:
+        """Take back what :meth:`begun` gave, after the rows."""
+        lengths = self.episodes.lengths
+        for episode, first in begun:
+            if lengths.knows(episode):
+                lengths.set_first(episode, first)
 
     # -- what follows ------------------------------------------------------------------------------------------
 

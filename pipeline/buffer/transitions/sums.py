@@ -93,6 +93,11 @@ class SumTree:
                 nodes = nodes // FAN
             self._fold(level, nodes)
 
+    def empty(self) -> None:
+        """Make all values 0."""
+        if self.total > 0:  # else no page need be taken for that
+            self.fill(0, self.capacity, 0.0)
+
     def fill(self, begin: int, end: int, values: float | Floats) -> None:
         """Set the values of the places ``begin`` to ``end``, that one excluded."""
         if end <= begin:

@@ -14,7 +14,7 @@ class Uses:
 
     def __init__(self, ring: Ring, most: int) -> None:
         self.ring, self.most = ring, most
-        self._counts = np.zeros(ring.capacity, np.uint32)
+        self._counts = ring.array("uses", np.uint32)
 
     def added(self, first: int, count: int) -> None:
         """Take in that rows were added."""
@@ -31,7 +31,9 @@ class Uses:
 
     def take(self, keys: Ints) -> None:
         """Count rows as drawn, each as often as it is named."""
-        np.add.at(self._counts, self.ring.slots(keys), np.uint32(1))
+        slots = self.ring.slots(keys)
+        self.ring.changing("uses", slots)
+        np.add.at(self._counts, slots, np.uint32(1))
 
     def values(self) -> Ints:
         """Return how often each row was drawn, oldest first: [size] uint32."""
@@ -43,7 +45,3 @@ class Uses:
         self._counts[:] = 0
         if values is not None and self.ring.size:
             self._counts[self.ring.slots(self.ring.keys())] = values[-self.ring.size :]
-
-    def clear(self) -> None:
-        """Take in that no row is left."""
-        self._counts[:] = 0

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.buffer.transitions.layout import EPISODE
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.config import Uniform
 
@@ -72,46 +71,29 @@ class EpisodeWindow(Window):
     def __init__(self, ring: Ring, episodes: int) -> None:
         super().__init__(ring)
         self._episodes = episodes
-        self._first, self._as_of = 0, (-1, -1)
+        self._first, self._as_of = 0, (-1, -1, -1)
 
     def bounds(self) -> tuple[int, int]:
         ring = self._ring
-        if self._as_of != (ring.added, ring.size):
-            self._first, self._as_of = self._find(), (ring.added, ring.size)
+        if self._as_of != self._now:
+            self._first, self._as_of = ring.begin_of_newest(self._episodes), self._now
         return max(self._first, ring.oldest), ring.added
+
+    @property
+    def _now(self) -> tuple[int, int, int]:
+        return self._ring.added, self._ring.size, self._ring.cuts
 
     def holds(self, keys: Ints) -> Ints:
         self.bounds()
-        ring = self._ring
-        held: Ints = ring.episodes.lengths.first(ring.mark(EPISODE, keys)) >= self._first
+        held: Ints = self._ring.firsts(keys) >= self._first
         return held
 
     def looks_at(self) -> int:
-        ring = self._ring
-        return 0 if self._as_of == (ring.added, ring.size) else ring.size
-
-    def _find(self) -> int:
-        """Return the key of the first row of the oldest episode that is in it; it may be gone."""
-        ring, lengths = self._ring, self._ring.episodes.lengths
-        firsts = lengths.first(lengths.numbers())
-        begun = firsts[firsts >= ring.oldest]  # the first row is there, so the episode has rows
-        if len(begun) < self._episodes:  # then some that began earlier belong to it
-            begun = np.unique(lengths.first(np.unique(ring.mark(EPISODE, ring.keys()))))
-        at = max(0, len(begun) - self._episodes)
-        return int(np.partition(begun, at)[at])
+        return 0 if self._as_of == self._now else self._ring.size
 
     def state(self) -> dict[str, Any]:
-        ring = self._ring
-        there = ring.mark(EPISODE, ring.keys()) if ring.size else np.empty(0, np.int64)
-        # One that is open may go on, though none of its rows is left.
-        episodes = np.union1d(there, ring.episodes.open())
-        firsts = ring.episodes.lengths.first(episodes)
-        gone = firsts < ring.oldest
-        return {"begun": np.column_stack([episodes[gone], firsts[gone]]).tolist()}
+        return {"begun": self._ring.begun()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._as_of = (-1, -1)
-        lengths = self._ring.episodes.lengths
-        for episode, first in state.get("begun", []):
-            if lengths.knows(episode):
-                lengths.set_first(episode, first)
+        self._as_of = (-1, -1, -1)
+        self._ring.take_begun(state.get("begun", []))

@@ -19,10 +19,10 @@ Ints = np.ndarray
 class Written:
     """Which rows of a ring differ from what lies in blocks, by column. Methods do not lock."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, captured: int = 0) -> None:
         self._ring = ring
         self._changed: dict[str, Ints] = {}  # by column, and slot: 1 + the key of the row that was changed there
-        self.captured = 0
+        self.captured = captured
         """How many of all rows that were ever added are in blocks, or on the way there."""
 
     def write(self, keys: Ints, arrays: Mapping[str, np.ndarray]) -> None:
@@ -49,8 +49,14 @@ class Written:
                     self._changed[name] = np.zeros(self._ring.capacity, np.int64)
                 self._changed[name][self._ring.slots(keys)] = keys + 1
 
+    def _names(self) -> list[str]:
+        return sorted(self._changed)
+
+    def _marks(self, name: str) -> Ints:
+        return self._changed[name]
+
     def _keys(self, name: str) -> Ints:
-        marks = self._changed[name]
+        marks = self._marks(name)
         keys = marks[np.flatnonzero(marks)] - 1
         there: Ints = keys[self._ring.alive(keys)]
         return there[np.argsort(self._ring.serials(there))]
@@ -58,7 +64,7 @@ class Written:
     def state(self) -> list[tuple[str, Ints, np.ndarray]]:
         """Return (column, keys [m], values [m, ...]) of every column that was changed, oldest row first; copies."""
         found = []
-        for name in sorted(self._changed):
+        for name in self._names():
             keys = self._keys(name)
             if len(keys):
                 found.append((name, keys, self._ring.storage.view(name)[self._ring.slots(keys)]))
@@ -66,11 +72,12 @@ class Written:
 
     def columns(self) -> list[str]:
         """Return the columns of :meth:`state`."""
-        return [name for name in sorted(self._changed) if len(self._keys(name))]
+        return [name for name in self._names() if len(self._keys(name))]
 
     def load(self, state: Iterable[tuple[str, Ints, np.ndarray]]) -> None:
         """Take back what :meth:`state` gave, after the ring took back its rows."""
-        self._changed, self.captured = {}, self._ring.added
+        self.clear()
+        self.captured = self._ring.added
         for name, keys, values in state:
             there = self._ring.alive(keys)
             arrays: Arrays = {name: values[there]}

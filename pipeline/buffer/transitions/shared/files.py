@@ -15,21 +15,21 @@ _closed: dict[tuple[int, int], list[bool]] = {}
 
 
 class Files:
-    """Descriptors of a memory, of its lock, and of the memory for rows that are set aside.
+    """Descriptors of a memory, of its lock, of the memory for rows that are set aside, and of that for old values.
 
     A POSIX lock belongs to the process, and closing *any* descriptor of its file gives it back. So descriptors are
     closed together, with the last object of this process that is about the same lock; and those that came by a fork
     are never closed, as nobody in the child knows who else uses them.
     """
 
-    def __init__(self, memory: int, lock: int, spill: int) -> None:
-        self.memory, self.lock, self.spill = memory, lock, spill
+    def __init__(self, memory: int, lock: int, spill: int, undo: int) -> None:
+        self.memory, self.lock, self.spill, self.undo = memory, lock, spill, undo
         status = os.fstat(lock)
         self.identity = (status.st_dev, status.st_ino)
         self.closed = _closed.setdefault(self.identity, [])
         """Not empty once the descriptors are closed; then their numbers may be those of other files."""
         _users[self.identity] = _users.get(self.identity, 0) + 1
-        _open.setdefault(self.identity, []).extend((memory, lock, spill))
+        _open.setdefault(self.identity, []).extend((memory, lock, spill, undo))
         weakref.finalize(self, _let_go, self.identity, os.getpid()).atexit = False  # the kernel does it then
 
     @classmethod
@@ -45,7 +45,7 @@ class Files:
                 "and have the others send it their rows",
                 option="storage",
             )
-        return cls(*(os.memfd_create(name) for name in ("forebay", "forebay-lock", "forebay-spill")))
+        return cls(*(os.memfd_create(name) for name in ("forebay", "forebay-lock", "forebay-spill", "forebay-undo")))
 
     def __getstate__(self) -> Any:
         if context.get_spawning_popen() is None:
@@ -53,7 +53,7 @@ class Files:
                 "the handle of a shared buffer goes to a process as one of its arguments (args=, initargs=), while it is "
                 "started; it cannot be sent to one that runs, nor be stored"
             )
-        return [reduction.DupFd(each) for each in (self.memory, self.lock, self.spill)]
+        return [reduction.DupFd(each) for each in (self.memory, self.lock, self.spill, self.undo)]
 
     def __setstate__(self, state: Any) -> None:
         descriptors = [each.detach() for each in state]

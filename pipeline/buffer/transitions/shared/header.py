@@ -21,10 +21,13 @@ TEXT_BYTES = 1 << 20
 MOST_WAITING = 4096
 
 COMMITS, DIRTY, INTENT, FLOOR, NOTES, PROCESSES, WAITING, IDENTITY, SAVE_NEXT, SAVE_END, SPILLED = range(11)
+UNDO, UNDO_END, CAPTURED = range(11, 14)
 """Words: the number of commits; the number of the process that is inside, plus 1; the commit that :data:`FLOOR` and
 :data:`NOTES` are about; up to which key, that one excluded, rows are about to be overwritten; how many notes there are;
-how many processes have joined; how many of them wait; what tells this memory from others; and of a save that goes on, the next key, the last one, that
-one excluded, and up to which key rows were set aside."""
+how many processes have joined; how many of them wait; what tells this memory from others; of a save that goes on, the
+next key, the last one, that one excluded, and up to which key rows were set aside; the commit that the old values in
+:mod:`~pipeline.buffer.transitions.shared.undo` are about, and how many bytes these take; and how many of all rows are in
+blocks on the disk, or on the way there."""
 
 _WORDS = 64
 _COPIES = (1024, 2048)
@@ -108,6 +111,10 @@ class Header:
     @property
     def intends(self) -> bool:
         """Whether anything was noted since the last commit."""
+        return self._noted or self.words[UNDO] == self.words[COMMITS] + 1
+
+    @property
+    def _noted(self) -> bool:
         return self.words[INTENT] == self.words[COMMITS] + 1
 
     def overwrite(self, upto: int) -> None:
@@ -151,7 +158,7 @@ class Header:
 
     def take_back(self) -> int:
         """Make the open episodes those that were noted; return the key before which rows are lost."""
-        if not self.intends:
+        if not self._noted:
             return 0
         notes = self._notes[:, : self.words[NOTES]]
         # Of an environment that was noted twice, the older note counts.

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
-from pipeline.buffer.transitions.priorities import PriorityDrawer
 from pipeline.buffer.transitions.shared.header import COMMITS, DIRTY, WAITING, Counters, Header
 from pipeline.buffer.transitions.shared.repair import repair
 from pipeline.buffer.transitions.shared.ring import SharedRing
@@ -37,10 +36,12 @@ class Member:
         self._ring: SharedRing | None = None
         self._commits = -1  # which one the parts are as of
         self._committed = Counters()
+        self.replacing = False
+        """Whether other parts are being made in the place of those that are bound: then no error is harmless."""
 
     def bind(self, ring: SharedRing, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
         """Have these parts be the buffer from now on. The caller has the lock, or nobody else has the memory."""
-        self._ring, self._drawer, self._counts = ring, drawer, counts
+        self._ring, self._drawer, self._counts, self.replacing = ring, drawer, counts, False
         self._keeper: Keeper = weakref.proxy(keeper)  # it has us: in a circle, the memory would outlive its users
 
     def enter(self) -> None:
@@ -60,7 +61,8 @@ class Member:
         """Commit. After an error that could have come in the midst of a change, leave it to the next to repair."""
         if self._ring is None:
             return
-        if error is not None and not isinstance(error, _HARMLESS):
+        if error is not None and (self.replacing or not isinstance(error, _HARMLESS)):
+            self.replacing = False
             self._commits = self._ring.shared.shapes = -1  # nothing of this was committed: take all of it over again
             self._ring.episodes.doubt()
             return
@@ -71,9 +73,15 @@ class Member:
                 self._wake()
             cleared = self._committed.size > 0 and counters.size == 0
             self._commit(counters)
+            self._ring.undo.forget()
             if cleared:
                 self._give_back()
         self.header.words[DIRTY] = 0
+
+    def commit(self) -> None:
+        """Commit what was done up to now, and go on with the lock."""
+        self.leave(None)
+        self.enter()
 
     def publish(self) -> None:
         """Commit for the first time, before any other process has the memory."""
@@ -86,9 +94,7 @@ class Member:
     def _give_back(self) -> None:
         """Nothing of the rows is needed once it is committed that there are none."""
         assert self._ring is not None
-        if isinstance(self._drawer, PriorityDrawer):
-            tree = self._drawer.tree
-            tree.fill(0, tree.capacity, 0.0)
+        self._drawer.rebuild()
         storage = self._ring.shared
         if storage.layout is None:
             storage.give_back()
@@ -116,6 +122,7 @@ class Member:
         storage = ring.shared
         if committed.shapes != storage.shapes:
             storage.take_over(committed.shapes, committed.text)
+            ring.episodes.doubt()  # it may be that other rows have the keys of those that were there
         ring.counters = committed[:5]
         ring.episodes.take_over(committed.next_episode, committed.envs)
         counts.added, counts.sampled = committed.counted_in, committed.counted_out

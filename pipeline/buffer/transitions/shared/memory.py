@@ -68,6 +68,24 @@ class SharedStorage(TransitionStorage):
         """How often columns were set, or forgotten."""
         self.text = 0
         """Bytes of the columns as text."""
+        self.column_names: list[str] = []
+        """In the order in which :attr:`changed` has them."""
+        self.changed = np.empty((0, 0), np.int64)
+        """[columns, capacity]: where a column of a row was changed after the row had been written to the disk, 1 + its
+        key."""
+        self.any_changed = np.empty(0, np.uint8)
+        """[columns]: whether that is so of any row; to look at all of them would take their memory."""
+
+    def _take(self, schema: Schema) -> None:
+        super().shape(schema)
+        self.column_names = [each.name for each in schema.columns]
+        count = len(self.column_names)
+        self.changed = self._shared.array("changed", (count, self.capacity), np.dtype(np.int64))
+        self.any_changed = self._shared.array("any changed", (count,), np.dtype(np.uint8))
+
+    def _drop(self) -> None:
+        super().forget()
+        self.column_names = []
 
     def shape(self, schema: Schema) -> None:
         text = msgspec.json.encode(schema)
@@ -77,14 +95,14 @@ class SharedStorage(TransitionStorage):
                 "be held; join columns",
                 option="storage",
             )
-        super().shape(schema)
+        self._take(schema)
         self._shared.give_back()  # what another process may have begun there, and was killed
         self._header.text[: len(text)] = text
         self.text = len(text)
         self.shapes += 1
 
     def forget(self) -> None:
-        super().forget()
+        self._drop()
         self.text = 0
         self.shapes += 1
 
@@ -98,12 +116,12 @@ class SharedStorage(TransitionStorage):
         """Have the columns that another process has set, or forgotten."""
         self.shapes, self.text = shapes, text
         if not text:
-            super().forget()
+            self._drop()
             return
         schema = msgspec.json.decode(bytes(self._header.text[:text]), type=Schema)
         self._shared.joining = True
         try:
-            super().shape(schema)
+            self._take(schema)
         finally:
             self._shared.joining = False
 
@@ -113,7 +131,7 @@ class SharedStorage(TransitionStorage):
 
 
 def shared_tree(header: Header, capacity: int, *, new: bool) -> SumTree:
-    """Return a tree of values that every process sees; ``new``: nobody has used the memory yet."""
+    """Return a tree of what rows weigh that every process sees; ``new``: nobody has used the memory yet."""
     begin = VALUES_AT
 
     def take(count: int) -> np.ndarray:

@@ -6,7 +6,6 @@ import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, OPEN, PLACE, SERIAL
-from pipeline.buffer.transitions.priorities import PriorityDrawer
 from pipeline.buffer.transitions.shared.header import Header
 from pipeline.buffer.transitions.shared.ring import SharedRing
 
@@ -21,13 +20,13 @@ def repair(header: Header, ring: SharedRing, drawer: Drawer) -> None:
     ring.size = max(0, min(ring.size, ring.added - floor))
     if ring.added == 0:  # a resume that failed has begun to fill them in
         ring.episodes.envs = 0
+    ring.take_back()
     if ring.storage.layout is not None:
         _drop_torn(ring)
         if ring.size:
             _relink(ring)
     ring.cuts += 1  # what was concluded from the rows that there were is no longer so
-    if isinstance(drawer, PriorityDrawer):
-        _rebuild_sums(ring, drawer)
+    drawer.rebuild()
 
 
 def _drop_torn(ring: SharedRing) -> None:
@@ -52,11 +51,3 @@ def _relink(ring: SharedRing) -> None:
     tails = ring.slots(tails[ring.alive(tails)])
     ends = ring.storage.view(END)
     ends[tails[ends[tails] == CUT]] = OPEN
-
-
-def _rebuild_sums(ring: SharedRing, drawer: PriorityDrawer) -> None:
-    """Compute all sums from the values of the rows that there are; values of others are nothing."""
-    values = np.zeros(ring.capacity)
-    slots = ring.slots(ring.keys())
-    values[slots] = drawer.tree.values[slots]
-    drawer.tree.fill(0, ring.capacity, values)

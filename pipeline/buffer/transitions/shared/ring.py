@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,30 +13,96 @@ from pipeline.buffer.transitions.episodes import Episodes, Marks
 from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE
 from pipeline.buffer.transitions.lengths import Lengths
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.shared.arrays import SharedArrays, name_of, number_of
+from pipeline.buffer.transitions.shared.firsts import Firsts
 from pipeline.buffer.transitions.shared.header import MOST_ENVS, PROCESSES, Header
 from pipeline.buffer.transitions.shared.memory import SharedStorage
 from pipeline.buffer.transitions.shared.spill import Spill
+from pipeline.buffer.transitions.shared.undo import Undo
 from pipeline.buffer.transitions.steady import Steady
 
 Ints = np.ndarray
 
 
+class Common(NamedTuple):
+    """What the rings of all processes are about."""
+
+    header: Header
+    spill: Spill
+    undo: Undo
+    arrays: SharedArrays
+    ordered: bool
+    """Whether it is kept where each episode began."""
+
+
 class SharedRing(Ring):
     """Notes what is about to be lost before it is; all else is that of a ring."""
 
-    def __init__(self, storage: SharedStorage, header: Header, spill: Spill) -> None:
-        self._header, self._spill = header, spill
+    common = True
+
+    def __init__(self, storage: SharedStorage, common: Common) -> None:
+        self._of, self._header, self._spill, self.undo = common, common.header, common.spill, common.undo
         self._restored: list[int] = []
         super().__init__(storage)
         self.shared = storage
-        self.episodes: SharedEpisodes = SharedEpisodes(header, self)
+        firsts = Firsts(self, common.arrays) if common.ordered else None
+        self.episodes: SharedEpisodes = SharedEpisodes(common.header, self, firsts)
+        self._begins = firsts
 
     def like(self, schema: Schema | None) -> SharedRing:
         """Return an empty one in the place of this one, which must not have rows."""
         storage = self.shared.again()
         if schema is not None:
             storage.shape(schema)
-        return SharedRing(storage, self._header, self._spill)
+        ring = SharedRing(storage, self._of)
+        ring.cuts = self.cuts + 1  # what other processes concluded from the rows of this one is no longer so
+        return ring
+
+    def array(self, name: str, dtype: type[np.generic]) -> np.ndarray:
+        array = self._of.arrays[name]
+        assert array.dtype == dtype
+        return array
+
+    def changing(self, name: str, places: Ints) -> None:
+        self.undo.note(number_of(name), self._of.arrays[name], places)
+
+    def take_back(self) -> None:
+        """Make columns, and arrays beside the rows, what they were at the last commit."""
+        columns = self.shared.column_names
+
+        def array_of(number: int) -> np.ndarray | None:
+            if number < 0:
+                return self._of.arrays[name_of(number)]
+            return self.storage.view(columns[number]) if number < len(columns) else None
+
+        self.undo.take_back(array_of)
+
+    def about_to_change(self, keys: Ints) -> None:
+        if len(keys):
+            self._spill.set_aside(int(keys.max()) + 1, self.storage)
+
+    def changing_columns(self, keys: Ints, names: Iterable[str]) -> None:
+        """Take in that columns of rows are about to be changed."""
+        columns = self.shared.column_names
+        for name in names:
+            self.undo.note(columns.index(name), self.storage.view(name), self.slots(keys))
+
+    def firsts(self, keys: Ints) -> Ints:
+        return self._firsts.of(keys)
+
+    def begin_of_newest(self, episodes: int) -> int:
+        return self._firsts.begin_of_newest(episodes)
+
+    def _firsts_of(self, episodes: Ints) -> Ints:
+        return self._firsts.of_episodes(episodes)
+
+    def take_begun(self, begun: Sequence[Sequence[int]]) -> None:
+        self._firsts.take_begun(begun)
+
+    @property
+    def _firsts(self) -> Firsts:
+        assert self._begins is not None, "it is not kept where episodes began"
+        return self._begins
 
     @property
     def processes(self) -> int:
@@ -104,14 +170,16 @@ class SharedRing(Ring):
         for key in self._restored:
             self.storage.view(END)[key % self.capacity] = CUT
         self._restored = []
+        if self._begins is not None:
+            self._begins.guess()
 
 
 class SharedEpisodes(Episodes):
     """Open episodes that every process goes on with. They are noted before they change."""
 
-    def __init__(self, header: Header, ring: SharedRing) -> None:
+    def __init__(self, header: Header, ring: SharedRing, firsts: Firsts | None) -> None:
         super().__init__()
-        self._header = header
+        self._header, self._firsts = header, firsts
         self._lengths: SharedLengths = SharedLengths(ring)
         self.envs = 0
 
@@ -153,17 +221,33 @@ class SharedEpisodes(Episodes):
         if env >= self._tails.shape[1]:
             self._tail(env)
         self._header.note_one(env)
-        return super().append(key, env, end)
+        found = super().append(key, env, end)
+        if self._firsts is not None:
+            self._firsts.note_one(key, env, found[1])
+        return found
 
     def extend(self, key: int, envs: Ints, ends: Ints) -> Marks:
         self._tail(int(envs.max()))
         self._header.note(envs)
-        return super().extend(key, envs, ends)
+        if self._firsts is None:
+            return super().extend(key, envs, ends)
+        self._cool()
+        before = self._tails[:, envs]
+        marks = super().extend(key, envs, ends)
+        self._firsts.note(key, marks, envs, before, self._tails[1, envs])
+        return marks
 
     def mixed(self, key: int, envs: Ints, ends: Ints) -> Marks:
         self._tail(int(envs.max()))
-        self._header.note(np.unique(envs))
-        return super().mixed(key, envs, ends)
+        names = np.unique(envs)
+        self._header.note(names)
+        if self._firsts is None:
+            return super().mixed(key, envs, ends)
+        self._cool()
+        before = self._tails[:, names]
+        marks = super().mixed(key, envs, ends)
+        self._firsts.note(key, marks, names, before, self._tails[1, names])
+        return marks
 
     def cut(self, env: int | None = None) -> list[int]:
         if env is not None:
@@ -173,6 +257,7 @@ class SharedEpisodes(Episodes):
 
     def load(self, state: list[list[int]], next_episode: int) -> None:
         self._hot = self._like = None
+        self._header.note(np.arange(self._header.read().envs))
         self.envs = 0
         for env, *tail in state:
             self._tail(env)
