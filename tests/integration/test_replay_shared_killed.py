@@ -25,11 +25,13 @@ from tests.support.sharing import (
     OPERATIONS,
     Slow,
     busy,
+    busy_adding,
     check,
     contents,
     die_inside,
     operate,
     own_and_share,
+    read,
     rows,
     shared,
     until,
@@ -236,6 +238,34 @@ def test_killed_at_any_moment_it_leaves_nothing_half_done_and_others_go_on() -> 
             added = buffer.statistics().added
             until(lambda added=added: buffer.statistics().added > added + 12)
             assert other.process.exitcode is None, other.rest()
+    check(buffer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 10))
+@pytest.mark.parametrize("select", ["prioritized", AGES, WINDOW])
+def test_four_readers_see_whole_rows_alone_while_writers_are_killed(select: Any) -> None:
+    chance = random.Random(8)
+    buffer = shared(2000, select=select)
+    buffer.extend(rows(0, 200))
+    kind = 1 if select == "prioritized" else 2
+    with ExitStack() as stack:
+        readers = [stack.enter_context(child(read, buffer.share(), kind, 10**9)) for _ in range(4)]
+        for process in readers:
+            assert process.hear() == "ready"
+            process.pipe.send("go")
+        for _ in range(KILLS):
+            with child(busy if select == "prioritized" else busy_adding, buffer.share(), 6) as writer:
+                assert writer.hear() == "ready"
+                writer.process.join(chance.uniform(0, 0.1))
+                assert writer.process.exitcode is None, writer.rest()
+                writer.kill()
+            sampled = buffer.statistics().sampled
+            until(lambda sampled=sampled: buffer.statistics().sampled > sampled + 200)
+        check(buffer)
+        for process in readers:
+            assert not process.pipe.poll(), process.rest()
+            assert process.process.exitcode is None
     check(buffer)
 
 

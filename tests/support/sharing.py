@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -240,9 +241,28 @@ def busy(pipe: Any, handle: Any, number: int) -> None:
         assert whole(batch)
         buffer.update_priorities(batch.keys, np.arange(16) % 5)
         buffer.update_priorities(batch.keys[:3], [1, 2, 3])
+        buffer.write_back(batch.keys[:4], columns(batch["a"].numpy()[:4] + 1))
         if done % 5 == 4:
             buffer.end_episode(done % 3)
         done += 1
+
+
+def busy_adding(pipe: Any, handle: Any, number: int) -> None:
+    """As :func:`busy`, where priorities play no part; versions go up."""
+    buffer = ReplayBuffer.join(handle)
+    pipe.send("ready")
+    with buffer.gate.lock:
+        version = int(buffer.ring.mark("#version", buffer.ring.keys()[-1:])[0])
+    for first in itertools.count(0, 20):
+        version += 1
+        buffer.extend(rows(first, 6), envs=3, version=version)
+        buffer.extend(rows(first + 6, 5), env=np.array([1, 0, 4, 4, 1]), version=version)
+        buffer.append({n: v[0] for n, v in rows(first + 11, 1).items()}, env=number, version=version)
+        batch = buffer.sample(16)
+        assert whole(batch)
+        buffer.write_back(batch.keys[:4], columns(batch["a"].numpy()[:4] + 1))
+        if first % 100 == 80:
+            buffer.end_episode(first // 100 % 3)
 
 
 BACK = 50_000_000
