@@ -169,10 +169,6 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
             raise ConfigError.of(
                 "compress", self.compress, f"{of} rows of any length; leave it out, or use one process"
             )
-        if self.share_next_obs:
-            raise ConfigError.of(
-                "share_next_obs", True, f"{of} next observations that are kept aside; leave it out, or use one process"
-            )
         if self.remove.by != "fifo":
             raise ConfigError.of("remove", self.remove.by, f"{of} an order of removal; leave it out: the oldest goes")
 

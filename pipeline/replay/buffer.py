@@ -17,7 +17,6 @@ from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.priorities import PriorityDrawer
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError, UsageError
@@ -182,7 +181,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
     def _parts(self, ring: Ring, room: Room | None = None) -> Parts:
         room = room or self._room
         drawer = make_drawer(ring, self.options.select, self.options.seed, room.tree)
-        next_obs = SharedNextObs(ring, self.options.fields) if self.options.share_next_obs else None
+        next_obs = room.next_obs(ring) if self.options.share_next_obs else None
         counts = Counts(self.options.limiter)
         return Parts(ring, drawer, counts, room.rng(), next_obs, Stepping(), room.written(ring))
 

@@ -20,10 +20,12 @@ from pipeline.buffer.transitions.shared.header import IDENTITY, PROCESSES, VALUE
 from pipeline.buffer.transitions.shared.lock import SharedLock
 from pipeline.buffer.transitions.shared.member import Keeper, Member
 from pipeline.buffer.transitions.shared.memory import SharedMemory, SharedStorage, shared_tree, tree_bytes
+from pipeline.buffer.transitions.shared.next_obs import CommonNextObs
 from pipeline.buffer.transitions.shared.ring import Common, SharedRing
 from pipeline.buffer.transitions.shared.spill import Spill
 from pipeline.buffer.transitions.shared.undo import Undo
 from pipeline.buffer.transitions.shared.written import SharedWritten
+from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.buffer.transitions.writing import Written
@@ -53,6 +55,10 @@ class Room(Protocol):
 
     def written(self, ring: Ring) -> Written:
         """Return what knows which columns of rows were changed."""
+        ...
+
+    def next_obs(self, ring: Ring) -> SharedNextObs:
+        """Return what keeps next observations that rows share."""
         ...
 
     def commit(self) -> None:
@@ -94,6 +100,9 @@ class OwnRoom:
 
     def written(self, ring: Ring) -> Written:
         return Written(ring)
+
+    def next_obs(self, ring: Ring) -> SharedNextObs:
+        return SharedNextObs(ring, self._options.fields)
 
     def commit(self) -> None:
         """It is."""
@@ -155,6 +164,10 @@ class SharedRoom:
     def written(self, ring: Ring) -> Written:
         assert isinstance(ring, SharedRing)
         return SharedWritten(ring, self._header)
+
+    def next_obs(self, ring: Ring) -> SharedNextObs:
+        assert isinstance(ring, SharedRing)
+        return CommonNextObs(ring, self._options.fields, self._common.arrays)
 
     def commit(self) -> None:
         self._member.commit()

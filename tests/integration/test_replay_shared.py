@@ -30,6 +30,7 @@ from tests.support.sharing import (
     add_limited,
     busy,
     check,
+    check_next_obs,
     contents,
     drain,
     follow,
@@ -247,6 +248,38 @@ def test_others_know_nothing_any_more_of_rows_that_a_state_has_replaced(select: 
         other.pipe.send(("mixed", 900))
         assert other.hear() is None
     check(buffer)
+
+
+def test_processes_have_next_observations_in_common_that_are_kept_aside(tmp_path: Path) -> None:
+    with shared(directory=tmp_path, share_next_obs=True) as buffer, child(follow, buffer.share()) as other:
+        for number in range(40):
+            what = ("linked", "linked append", "linked many")[number % 3]
+            other.pipe.send((what, 1050 * number))
+            assert other.hear() is None
+            check_next_obs(buffer)
+            operate(buffer, "linked", 1050 * number + (12 if number % 3 == 0 else 300))
+            check_next_obs(buffer)
+            if number % 13 == 12:
+                buffer.clear()
+                buffer.extend({"obs": np.zeros((4, 9)), "next_obs": np.zeros((4, 9)), "other": np.zeros(4)})
+                other.pipe.send(("draw", 8))
+                assert len(other.hear()) == 8
+                other.pipe.send(("clear", 0))
+                other.hear()
+                assert buffer.schema is None
+        batch = buffer.sample(200)
+        assert (batch["next_obs"] == batch["obs"] + 3).all()
+        other.pipe.send(("draw", 200))
+        assert len(other.hear()) == 200
+        buffer.save(1, wait=True)
+        before = contents(buffer)
+    for storage in ("memory", "shared"):
+        again = ReplayBuffer(CAPACITY, directory=tmp_path, storage=storage, select="prioritized", share_next_obs=True)
+        with again:
+            again.resume(continue_episodes=True)
+            assert contents(again) == before
+            batch = again.sample(200)
+            assert (batch["next_obs"] == batch["obs"] + 3).all()
 
 
 def test_each_process_knows_which_of_its_environments_await_their_reset() -> None:

@@ -27,8 +27,10 @@ from tests.support.sharing import (
     busy,
     busy_adding,
     check,
+    check_next_obs,
     contents,
     die_inside,
+    linked,
     operate,
     own_and_share,
     read,
@@ -178,6 +180,24 @@ def killed_inside(buffer: ReplayBuffer, what: str, first: int, line: int) -> boo
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+def test_who_repairs_the_sharing_of_observations_may_be_killed_as_well() -> None:
+    buffer = shared(share_next_obs=True)
+    buffer.extend(linked(0, CAPACITY), envs=3)
+    number, line = 1, random.Random(1).randrange(1, 1 + EVERY_LINE)
+    while True:
+        assert killed_inside(buffer, ("linked", "linked many")[number % 2], 1050 * number, 420 - 40 * (number % 4))
+        if not killed_inside(buffer, "repair", 0, line):
+            break
+        check(buffer)
+        check_next_obs(buffer)
+        buffer.extend(linked(1050 * number + 120, 30), envs=3)
+        check_next_obs(buffer)
+        number, line = number + 1, line + EVERY_LINE // 3 + 1
+    check_next_obs(buffer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
 def test_who_repairs_may_be_killed_as_well() -> None:
     buffer = shared()
     buffer.extend(rows(0, 60), envs=3)
@@ -239,6 +259,26 @@ def test_killed_at_any_moment_it_leaves_nothing_half_done_and_others_go_on() -> 
             until(lambda added=added: buffer.statistics().added > added + 12)
             assert other.process.exitcode is None, other.rest()
     check(buffer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * (1 if SOAK == 1 else 30))
+@pytest.mark.parametrize("what", ["linked", "linked append", "linked many", "linked at once", "linked load", "clear"])
+def test_killed_within_any_line_it_leaves_each_row_its_next_observation(what: str) -> None:
+    line, number, going_on = random.Random(what).randrange(1, 1 + EVERY_LINE), 0, True
+    buffer = shared(share_next_obs=True)
+    while going_on:
+        number += 1
+        first = 1050 * number
+        buffer.extend(linked(first, 30), envs=3)
+        check_next_obs(buffer)
+        going_on = killed_inside(buffer, what, first + 30, line)
+        line += EVERY_LINE * (8 if what in ("linked load", "linked at once") and SOAK == 1 else 1)
+        check(buffer)
+        check_next_obs(buffer)
+        for next_ in ("linked", "linked append"):  # whoever goes on finds places that are free
+            operate(buffer, next_, first + 42)
+            check_next_obs(buffer)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from pipeline.buffer.transitions.ageing import AgeingDrawer
 from pipeline.buffer.transitions.consuming import ConsumingDrawer
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, OPEN, PLACE, SERIAL
 from pipeline.buffer.transitions.priorities import PriorityDrawer
+from pipeline.buffer.transitions.shared.next_obs import CommonNextObs
 from pipeline.buffer.transitions.shared.ring import SharedRing
 from pipeline.buffer.transitions.sums import FAN
 from tests.support.disk import ScriptedFiles
@@ -72,6 +73,30 @@ def columns(number: np.ndarray, wide: int = 300) -> dict[str, Any]:
         "image": np.repeat(number, wide).reshape(len(number), wide),
         "reward": number.astype(np.float32),
     }
+
+
+def linked(first: int, count: int) -> dict[str, Any]:
+    """Rows of three environments that are each followed by the one 3 further on, as its next observation says."""
+    number = np.arange(first, first + count)
+    wide = np.repeat(number, 300).reshape(count, 300)
+    return {**rows(first, count), "obs": wide, "next_obs": wide + 3, "terminated": number % 21 >= 18}
+
+
+def check_next_obs(buffer: ReplayBuffer) -> None:
+    """Each row has its own next observation, and no place is lost or has two rows."""
+    with buffer.gate.lock:
+        if not len(buffer):
+            return
+        ring, aside, keys = buffer.ring, buffer.next_obs, buffer.ring.keys()
+        assert isinstance(aside, CommonNextObs)
+        nexts = aside.gather(keys, ["next_obs"])["next_obs"]
+        assert (nexts == ring.mark("a", keys)[:, None] + 3).all()
+        places = aside._place[ring.slots(keys)]
+        own = places[places > 0] - 1
+        assert len(np.unique(own)) == len(own) == aside.kept
+        assert (aside._keys[own] == keys[places > 0]).all()
+        top, free = aside._counts.tolist()
+        assert sorted([*own.tolist(), *aside._stack[:free].tolist()]) == list(range(top))
 
 
 def whole(batch: Any) -> bool:
@@ -299,6 +324,18 @@ def operate(buffer: ReplayBuffer, what: str, first: int) -> None:
             keys = buffer.ring.keys()[-12:]
             number = buffer.ring.mark("a", keys)
         assert buffer.write_back(keys, columns(number + BACK)).applied.all()
+    elif what in ("linked", "linked many"):
+        buffer.extend(linked(first, 12 if what == "linked" else 111), envs=3)
+    elif what == "linked at once":
+        with buffer.gate.lock:  # places are taken, given back, and taken again before any of it is committed
+            for begin in range(first, first + 60, 12):
+                buffer.extend(linked(begin, 12), envs=3)
+    elif what == "linked append":
+        buffer.append({name: each[0] for name, each in linked(first, 1).items()}, env=0)
+    elif what == "linked load":
+        other = ReplayBuffer(CAPACITY, share_next_obs=True, select="prioritized", seed=1)
+        other.extend(linked(first, CAPACITY + 12), envs=3)
+        ReplayBuffer.load_state_dict(buffer, other.state_dict())
     elif what == "load":
         other = ReplayBuffer(CAPACITY, select=buffer.options.select, seed=buffer.options.seed)
         other.extend(rows(first, CAPACITY + 10), envs=5)

@@ -20,6 +20,7 @@ from tests.support.replay import filled
 from tests.support.replaying import CAPACITY, contents, draws, fill, rows
 from tests.unit import test_replay_aio as aio
 from tests.unit import test_replay_saving as saving
+from tests.unit import test_replay_shared_obs as shared_obs
 from tests.unit import test_replay_write_back as write_back
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name is a thing of Linux")
@@ -33,6 +34,7 @@ def shared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         return ReplayBuffer(capacity, directory=directory, **{"storage": "shared", **options})
 
     monkeypatch.setattr(saving, "make", make)
+    monkeypatch.setattr(shared_obs, "ReplayBuffer", partial(ReplayBuffer, storage="shared"))
     monkeypatch.setattr(write_back, "ReplayBuffer", partial(ReplayBuffer, storage="shared"))
     monkeypatch.setattr(write_back, "filled", partial(filled, storage="shared"))
     limited = aio.limited
@@ -98,8 +100,33 @@ def one(block: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", saving.SELECTIONS)
-def test_a_state_dict(name: str) -> None:
-    saving.test_a_state_dict_is_all_of_it(name, False)
+@pytest.mark.parametrize("share_next_obs", [False, True])
+def test_a_state_dict(name: str, share_next_obs: bool) -> None:
+    saving.test_a_state_dict_is_all_of_it(name, share_next_obs)
+
+
+@pytest.mark.parametrize("share_next_obs", [False, True])
+def test_all_that_is_saved(tmp_path: Path, share_next_obs: bool) -> None:
+    saving.test_what_is_saved_is_all_of_it(tmp_path, share_next_obs)
+
+
+@pytest.mark.parametrize(("envs", "capacity"), [(1, 1), (1, 7), (3, 40)])
+@pytest.mark.parametrize("gaps", [0.0, 0.2])
+def test_rows_that_share_observations(envs: int, capacity: int, gaps: float) -> None:
+    for select in ("uniform", "prioritized"):
+        shared_obs.test_every_sample_is_the_same_with_and_without(select, envs, capacity, gaps)
+
+
+test_shared_obs_newest = shared_obs.test_the_newest_row_keeps_its_own_until_its_successor_comes
+test_shared_obs_gone = shared_obs.test_what_is_kept_aside_goes_with_its_row
+test_shared_obs_nan = shared_obs.test_a_nan_that_is_the_successors_is_shared
+test_shared_obs_other = shared_obs.test_a_next_observation_that_is_not_the_successors_is_kept
+test_shared_obs_large = shared_obs.test_a_large_payload_is_held_once
+test_shared_obs_bounded = shared_obs.test_what_is_kept_aside_does_not_grow_with_what_was_added
+test_shared_obs_empty = shared_obs.test_the_state_of_an_empty_buffer_can_be_loaded
+test_shared_obs_refused = shared_obs.test_columns_that_are_not_alike_are_refused_before_anything_is_changed
+test_shared_obs_schema = shared_obs.test_the_columns_of_a_row_are_those_that_are_given
+test_shared_obs_place = shared_obs.test_a_row_that_comes_a_whole_buffer_after_its_predecessor_has_a_place_of_its_own
 
 
 test_state_dicts_of_other_capacities = saving.test_a_state_dict_fits_into_another_capacity_and_ends_open_episodes
@@ -192,7 +219,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("option", "given"),
     [
-        ("share_next_obs", {"share_next_obs": True}),
         ("remove", {"remove": "lifo"}),
     ],
 )

@@ -1,5 +1,5 @@
 """Next observations that are not stored twice: rows share them, which has nothing to do with processes that share a
-buffer (:mod:`pipeline.buffer.transitions.shared`).
+buffer (:mod:`pipeline.buffer.transitions.shared`; there, :mod:`~pipeline.buffer.transitions.shared.next_obs` is this).
 
 The next observation of a row is the observation of its successor in the episode. Where there is none, at the end of an
 episode and at the newest row of an open one, it is kept aside, and so it is where it differs from the successor's by
@@ -114,11 +114,10 @@ class SharedNextObs:
         self._relink(first, ring.storage.view(BEHIND)[slots], obs)
         aside = np.flatnonzero(~self._follows(ahead, obs, nexts))
         places = self._reserve(len(aside))
-        self._keys[places] = first + aside
-        for name, array in nexts.items():
-            self._table[name][places] = array[aside]
-        self._place[slots] = 0
-        self._place[slots[aside]] = places + 1
+        self._keep(places, first + aside, {name: array[aside] for name, array in nexts.items()})
+        own = np.zeros(count, np.int32)
+        own[aside] = places + 1
+        self._set_places(slots, own)
 
     def added_one(self, key: int, obs: Arrays, nexts: Arrays) -> None:
         """As :meth:`added`, of one row, whose columns have no leading axis."""
@@ -164,7 +163,7 @@ class SharedNextObs:
         slots = ring.slots(before[older])
         places = self._place[slots] - 1
         same = self._same(self._table, places, obs, older)
-        self._place[slots[same]] = 0
+        self._set_places(slots[same], 0)
         self._release(places[same])
 
     def _same(self, nexts: Arrays, left: Slots, obs: Arrays, right: Slots) -> Ints:
@@ -174,6 +173,16 @@ class SharedNextObs:
             equal = same_bytes(nexts[name][left], obs[twin][right])
             found = found & equal if len(found) else equal
         return found
+
+    def _set_places(self, slots: Ints, places: Ints | int) -> None:
+        """Note where the next observation of the row in each slot lies."""
+        self._place[slots] = places
+
+    def _keep(self, places: Ints, keys: Ints, arrays: Arrays) -> None:
+        """Put next observations [n, ...] into places, those of the rows of ``keys``."""
+        self._keys[places] = keys
+        for name, array in arrays.items():
+            self._table[name][places] = array
 
     def _release(self, places: Ints) -> None:
         self._keys[places] = -1
@@ -251,10 +260,8 @@ class SharedNextObs:
         own = [Column(name, twin.dtype, twin.shape) for name, twin in twins.items()]
         self.shape(Schema(tuple(sorted((*stored.columns, *own), key=lambda each: each.name))))
         places = self._reserve(len(keys))
-        self._keys[places] = keys
-        self._place[self._ring.slots(keys)] = places + 1
-        for name, array in arrays.items():
-            self._table[name][places] = array
+        self._keep(places, keys, arrays)
+        self._set_places(self._ring.slots(keys), places + 1)
 
 
 def _in_group(name: str, group: str) -> bool:

@@ -9,11 +9,16 @@ import numpy as np
 from pipeline.buffer.transitions.shared.header import MOST_ENVS, PAGE, Header
 
 USES, ORDER, FIRSTS, TAIL_FIRSTS = "uses", "order", "firsts", "tail firsts"
+PLACES, PLACE_KEYS, FREE, COUNTS = "places", "keys of places", "free places", "counts of places"
 _DTYPES: dict[str, np.dtype[Any]] = {
     USES: np.dtype(np.uint32),
     ORDER: np.dtype(np.int64),
     FIRSTS: np.dtype(np.int64),
     TAIL_FIRSTS: np.dtype(np.int64),
+    PLACES: np.dtype(np.int32),
+    PLACE_KEYS: np.dtype(np.int64),
+    FREE: np.dtype(np.int32),
+    COUNTS: np.dtype(np.int64),
 }
 
 
@@ -43,7 +48,7 @@ def arrays_bytes(capacity: int) -> int:
 
 
 def _count(name: str, capacity: int) -> int:
-    return MOST_ENVS if name == TAIL_FIRSTS else capacity
+    return {TAIL_FIRSTS: MOST_ENVS, COUNTS: 2}.get(name, capacity)
 
 
 def _size(name: str, capacity: int) -> int:

@@ -122,6 +122,8 @@ class Member:
         storage = ring.shared
         if committed.shapes != storage.shapes:
             storage.take_over(committed.shapes, committed.text)
+            if ring.followers is not None:
+                ring.followers.take_over()
             ring.episodes.doubt()  # it may be that other rows have the keys of those that were there
         ring.counters = committed[:5]
         ring.episodes.take_over(committed.next_episode, committed.envs)

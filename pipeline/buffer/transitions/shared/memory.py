@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.buffer.transitions.shared.header import PAGE, TEXT_BYTES, VALUES_AT, Header
 from pipeline.buffer.transitions.storage import TransitionStorage
@@ -52,10 +53,17 @@ class SharedMemory(ProcessMemory):
         """Return one that begins where this one does."""
         return SharedMemory(self._descriptor, self._begin)
 
-    def give_back(self) -> None:
-        """Give back the pages of all arrays; what they held is gone, for every process."""
-        for mapped in self._maps:
+    def give_back(self, newest: int | None = None) -> None:
+        """Give back the pages of all arrays, or of the newest so many; what they held is gone, for every process."""
+        for mapped in self._maps if newest is None else self._maps[len(self._maps) - newest :]:
             mapped.madvise(mmap.MADV_REMOVE)
+
+
+class _Columns(msgspec.Struct):
+    """What processes tell each other of columns."""
+
+    schema: Schema
+    nexts: tuple[Column, ...] = ()
 
 
 class SharedStorage(TransitionStorage):
@@ -75,6 +83,8 @@ class SharedStorage(TransitionStorage):
         key."""
         self.any_changed = np.empty(0, np.uint8)
         """[columns]: whether that is so of any row; to look at all of them would take their memory."""
+        self.nexts: dict[str, np.ndarray] = {}
+        """[capacity, ...] each: columns of next observations that are kept aside, by place; see ``next_obs``."""
 
     def _take(self, schema: Schema) -> None:
         super().shape(schema)
@@ -85,21 +95,41 @@ class SharedStorage(TransitionStorage):
 
     def _drop(self) -> None:
         super().forget()
-        self.column_names = []
+        self.column_names, self.nexts = [], {}
 
     def shape(self, schema: Schema) -> None:
-        text = msgspec.json.encode(schema)
+        text = self._checked(_Columns(schema))
+        self._take(schema)
+        self._shared.give_back()  # what another process may have begun there, and was killed
+        self._tell(text)
+        self.shapes += 1
+
+    def keep_aside(self, columns: Sequence[Column]) -> None:
+        """Make room for columns of next observations, after :meth:`shape`."""
+        assert self.schema is not None
+        text = self._checked(_Columns(self.schema, tuple(columns)))
+        self._take_aside(columns)
+        self._shared.give_back(len(columns))
+        self._tell(text)
+
+    def _take_aside(self, columns: Sequence[Column]) -> None:
+        arrays = [self._shared.array(each.name, (self.capacity, *each.shape), each.bits) for each in columns]
+        self.nexts = {each.name: array for each, array in zip(columns, arrays, strict=True)}
+
+    def _tell(self, text: bytes) -> None:
+        self._header.text[: len(text)] = text
+        self.text = len(text)
+
+    @staticmethod
+    def _checked(columns: _Columns) -> bytes:
+        text = msgspec.json.encode(columns)
         if len(text) > TEXT_BYTES:
             raise ConfigError(
                 f"storage='shared': the names and shapes of all columns take {len(text):,} bytes, and {TEXT_BYTES:,} can "
                 "be held; join columns",
                 option="storage",
             )
-        self._take(schema)
-        self._shared.give_back()  # what another process may have begun there, and was killed
-        self._header.text[: len(text)] = text
-        self.text = len(text)
-        self.shapes += 1
+        return text
 
     def forget(self) -> None:
         self._drop()
@@ -118,10 +148,11 @@ class SharedStorage(TransitionStorage):
         if not text:
             self._drop()
             return
-        schema = msgspec.json.decode(bytes(self._header.text[:text]), type=Schema)
+        columns = msgspec.json.decode(bytes(self._header.text[:text]), type=_Columns)
         self._shared.joining = True
         try:
-            self._take(schema)
+            self._take(columns.schema)
+            self._take_aside(columns.nexts)
         finally:
             self._shared.joining = False
 

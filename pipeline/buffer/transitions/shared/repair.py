@@ -26,6 +26,8 @@ def repair(header: Header, ring: SharedRing, drawer: Drawer) -> None:
         if ring.size:
             _relink(ring)
     ring.cuts += 1  # what was concluded from the rows that there were is no longer so
+    if ring.followers is not None:
+        ring.followers.repair()
     drawer.rebuild()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,10 +35,25 @@ class Common(NamedTuple):
     """Whether it is kept where each episode began."""
 
 
+class Followers(Protocol):
+    """What follows the rows."""
+
+    def take_over(self) -> None:
+        """Take in that another process has set, or forgotten, the columns."""
+        ...
+
+    def repair(self) -> None:
+        """Take in that rows were given up, as who was about to overwrite them was killed."""
+        ...
+
+
 class SharedRing(Ring):
     """Notes what is about to be lost before it is; all else is that of a ring."""
 
     common = True
+
+    followers: Followers | None = None
+    """What keeps something of the rows beside them, and of their columns."""
 
     def __init__(self, storage: SharedStorage, common: Common) -> None:
         self._of, self._header, self._spill, self.undo = common, common.header, common.spill, common.undo
@@ -68,14 +83,21 @@ class SharedRing(Ring):
 
     def take_back(self) -> None:
         """Make columns, and arrays beside the rows, what they were at the last commit."""
-        columns = self.shared.column_names
+        columns, nexts = self.shared.column_names, list(self.shared.nexts.values())
 
         def array_of(number: int) -> np.ndarray | None:
             if number < 0:
                 return self._of.arrays[name_of(number)]
-            return self.storage.view(columns[number]) if number < len(columns) else None
+            if number < len(columns):
+                return self.storage.view(columns[number])
+            return nexts[number - len(columns)] if number < len(columns) + len(nexts) else None
 
         self.undo.take_back(array_of)
+
+    def changing_nexts(self, places: Ints) -> None:
+        """Take in that next observations that are kept aside are about to be changed."""
+        for number, array in enumerate(self.shared.nexts.values()):
+            self.undo.note(len(self.shared.column_names) + number, array, places)
 
     def about_to_change(self, keys: Ints) -> None:
         if len(keys):
