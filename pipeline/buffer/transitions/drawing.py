@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeline.buffer.transitions.best import Best
 from pipeline.buffer.transitions.layout import VERSION
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
@@ -207,12 +208,18 @@ class OrderedDrawer(Drawer):
         self._options = options
         self._uses = None if options.uses is None else Uses(ring, options.uses)
         self._used_up = 0
+        self._best = Best(ring, self._ranks) if options.by not in ("fifo", "lifo") and not ring.common else None
 
     def added(self, first: int, count: int) -> None:
         if self._uses is not None:
             self._uses.added(first, count)
 
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
+        if self._best is not None and starts is None:
+            drawn = self._first(self._best.among(count, self._open), count)
+            if self._uses is not None:
+                self._uses.take(drawn)
+            return drawn
         if self._uses is None:
             return self._first(self._listed(count) if starts is None else starts.all(), count)
         if self._options.by == "fifo" and starts is None and not self.ring.scattered:
@@ -223,6 +230,13 @@ class OrderedDrawer(Drawer):
         drawn = self._first(keys, count)
         self._uses.take(drawn)
         return drawn
+
+    def _open(self, keys: Ints) -> Ints:
+        """Return those of the keys whose rows may be drawn."""
+        if self._uses is None:
+            return keys
+        open_: Ints = keys[self._uses.left(keys) > 0]
+        return open_
 
     def looks_at(self, count: int) -> int:
         listed = self.ring.scattered or self._options.by not in ("fifo", "lifo")
@@ -235,6 +249,8 @@ class OrderedDrawer(Drawer):
         if self._uses is not None:
             self._uses.load(arrays.get("used"))
             self._used_up = 0
+        if self._best is not None:
+            self._best = Best(self.ring, self._ranks)
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -273,9 +289,7 @@ class OrderedDrawer(Drawer):
         by = self._options.by
         if by in ("fifo", "lifo"):
             return (keys if by == "fifo" else keys[::-1])[:count].copy()  # the starts are listed once, and kept
-        values = self._values(keys)
-        if by in ("freshest", "max"):
-            values = -values if values.dtype.kind == "f" else ~values  # exact, where -values of whole numbers is not
+        values = self._ranks(keys)
         border = np.partition(values, count - 1)[count - 1]
         if border == border:  # else fewer than that are numbers
             within = np.flatnonzero(values <= border)
@@ -283,6 +297,13 @@ class OrderedDrawer(Drawer):
         # Of equals the oldest is first, as a stable order has it; what is no number comes last.
         first: Ints = keys[np.argsort(values, kind="stable")[:count]]
         return first
+
+    def _ranks(self, keys: Ints) -> np.ndarray:
+        """Return numbers by which rows are ordered, the lowest first."""
+        values = self._values(keys)
+        if self._options.by not in ("freshest", "max"):
+            return values
+        return -values if values.dtype.kind == "f" else ~values  # exact, where -values of whole numbers is not
 
     def _values(self, keys: Ints) -> np.ndarray:
         storage, field = self.ring.storage, self._options.field

@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Arrays, Schema
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, VERSION
 from pipeline.buffer.transitions.lowest import Lowest, lowest_of
+from pipeline.buffer.transitions.recent import Recent
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config import Remove
@@ -47,6 +48,7 @@ class Pool(Ring):
         self._serials = np.zeros(self.capacity, np.int64)
         self._lowest: Lowest | None = None
         self._last = np.empty(0, np.int64)  # keys of the rows that were just added, -1: not kept
+        self._recent = Recent()
         self._sorted: tuple[int, Ints] = -1, self._last
 
     def like(self, schema: Schema | None) -> Pool:
@@ -73,6 +75,10 @@ class Pool(Ring):
     def newest(self, first: int, count: int) -> Ints:
         if first + count == self.added and count == len(self._last):
             return self._last[self._last >= 0]
+        recent = self._recent.since(first)
+        if recent is not None:
+            there: Ints = recent[self.alive(recent)]
+            return there
         newer: Ints = self._keys[: self.size][self._serials[: self.size] >= first]
         return newer
 
@@ -134,6 +140,7 @@ class Pool(Ring):
         if self._lowest is not None and values is not None:
             self._lowest.set(slots, values[rows], first + rows)
         self._last[rows] = keys
+        self._recent.add(first, self._last)
         self.added = first + count
         self.size = max(self.size, int(slots.max(initial=-1)) + 1)
         self._end = max(self._end, int(keys.max(initial=-1)) + 1)
@@ -224,6 +231,7 @@ class Pool(Ring):
             self.before_changing(self.slots(keys))
 
     def changed(self, keys: Ints, names: Sequence[str]) -> None:
+        super().changed(keys, names)
         if self.remove.field in names and self._lowest is not None:
             slots = np.unique(self.slots(keys))
             self._lowest.set(slots, self._ordered(self.storage.view(self.remove.field)[slots]))
@@ -236,13 +244,22 @@ class Pool(Ring):
     def cut(self, env: int | None = None) -> list[int]:
         numbers = self.episodes.cut(env)
         self.cuts += len(numbers)
-        slots = np.flatnonzero(np.isin(self._serials[: self.size], numbers))
-        keys: list[int] = self._keys[slots].tolist()
+        found = self._of_serials(np.array(numbers, np.int64))
+        slots = self.slots(found)
+        keys: list[int] = found.tolist()
         if len(slots):
-            self.about_to_change(self._keys[slots])
+            self.about_to_change(found)
             self.storage.view(END)[slots] = CUT
         self._note_cut(keys)
         return keys
+
+    def _of_serials(self, numbers: Ints) -> Ints:
+        """Return the keys of those of the rows, by their numbers among all that were added, which are there."""
+        keys = self._recent.of(numbers)
+        if keys is None:
+            keys = self._keys[np.flatnonzero(np.isin(self._serials[: self.size], numbers))]
+        there: Ints = keys[self.alive(keys)]
+        return there
 
     def clear(self) -> None:
         self.cuts += len(self.episodes.cut())
@@ -277,6 +294,7 @@ class Pool(Ring):
         self._keys[slots], self._serials[slots], self.at[slots] = keys, places["serials"], places["at"]
 
     def restore(self, added: int, size: int, cuts: list[int]) -> None:
+        self._recent = Recent()
         self.added, self.size, self.cut_keys = added, size, list(cuts)
 
     def relink(self) -> None:

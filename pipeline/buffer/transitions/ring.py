@@ -46,6 +46,8 @@ class Ring:
         self._most_cut = 64
         self.not_kept = 0
         """How many rows were added and not kept."""
+        self.rewritten = 0
+        """How often columns of rows were changed."""
         self.before_overwriting: Callable[[int], None] | None = None
         """Told up to which key, that one excluded, rows are about to be overwritten."""
         self._stride = 1
@@ -135,6 +137,7 @@ class Ring:
 
     def changed(self, keys: Ints, names: Sequence[str]) -> None:
         """Take in that columns of rows were changed."""
+        self.rewritten += 1
 
     def array(self, name: str, dtype: type[np.generic]) -> np.ndarray:
         """Return one number for each slot, 0 at first, for who keeps something of rows beside them."""
