@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline import Ordered, ReplayBuffer, Starved
-from pipeline.buffer.transitions.best import _LEAST
+from pipeline.buffer.transitions import recent
+from pipeline.buffer.transitions.best import _LEAST, Best
 from pipeline.buffer.transitions.pool import Pool
 
 ORDERS: dict[str, dict[str, Any]] = {
@@ -44,7 +45,7 @@ def expected(buffer: ReplayBuffer, order: dict[str, Any], count: int) -> list[in
 @pytest.mark.parametrize("nans", [False, True])
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_first_rows_are_those_of_all(name: str, nans: bool, remove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.buffer.transitions.best._LEAST", 12)
+    monkeypatch.setattr(Best, "_room", lambda self, count: count + 3)  # what is held soon comes to its end
     rng = np.random.default_rng(len(name))
     buffer = ReplayBuffer(300, select=Ordered(**ORDERS[name]), remove=remove, returns="numpy")
     for number in range(150):
@@ -89,7 +90,11 @@ def test_taking_a_few_of_many_looks_at_few(name: str, remove: Any, monkeypatch: 
     assert looked_at < 50 * 20 * _LEAST // 4 < 50 * 50_000
 
 
-def test_rows_that_just_came_into_a_pool_and_the_ends_of_its_episodes_are_found_at_once() -> None:
+@pytest.mark.parametrize("most", [30, 1 << 14])
+def test_rows_that_just_came_into_a_pool_and_the_ends_of_its_episodes_are_found_at_once(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent, "_MOST", most)
     rng = np.random.default_rng(2)
     buffer = ReplayBuffer(500, select="prioritized", remove={"by": "min", "field": "reward"})
     ring = buffer.ring
