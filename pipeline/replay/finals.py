@@ -67,7 +67,7 @@ def with_finals(rows: Named, ended: np.ndarray, info: Any, name: str, base: int)
         for each, part in parts.items():
             rows[each] = _replaced(each, rows[each], env, part, copy=each not in copied)
             copied.add(each)
-        if _is_own_object(info):
+        if is_own_object(info):
             lent.append((final, {key: as_array(key, part)[0].tobytes() for key, part in leaves("", final).items()}))
     return lent
 
@@ -114,7 +114,7 @@ def _row(batch: Any, env: int) -> Any:
     return batch[env]
 
 
-def _is_own_object(info: Any) -> bool:
+def is_own_object(info: Any) -> bool:
     """Whether ``info["final_obs"]`` holds each environment's own object, and not a batch made of them."""
     finals = info.get("final_obs") if isinstance(info, Mapping) else None
     return isinstance(finals, np.ndarray) and finals.dtype.hasobject

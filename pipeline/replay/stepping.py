@@ -196,8 +196,13 @@ def named_step(fields: Fields, values: tuple[Any, ...], extras: Mapping[str, Any
     return given
 
 
-def mode_of(given: Any, *, single: bool = False) -> str:
+def mode_of(given: Any, *, single: bool = False, option: str = "autoreset") -> str:
     """Return the mode that ``given`` names: ``"next_step"``, ``"NextStep"``, or Gymnasium's ``AutoresetMode``.
+
+    Args:
+        given: the mode.
+        single: whether it is that of a single environment, where it may be left out.
+        option: what an error calls it.
 
     Raises:
         ConfigError: it names none, or is missing for a vector environment.
@@ -210,9 +215,7 @@ def mode_of(given: Any, *, single: bool = False) -> str:
     for mode in MODES:
         if mode.replace("_", "") == name:
             return mode
-    raise ConfigError.of(
-        "autoreset", given, f"one of {', '.join(MODES)} is needed; envs.metadata['autoreset_mode'] has it"
-    )
+    raise ConfigError.of(option, given, f"one of {', '.join(MODES)} is needed; envs.metadata['autoreset_mode'] has it")
 
 
 def _flag(name: str, value: Any) -> bool:

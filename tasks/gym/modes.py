@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pipeline.errors import ConfigError
+from pipeline.replay import stepping
 
 _STORABLE = (
     gymnasium.spaces.Box,
@@ -25,13 +25,8 @@ def mode_of(given: Any) -> AutoresetMode:
     Raises:
         ConfigError: it names none.
     """
-    if isinstance(given, AutoresetMode):
-        return given
-    name = str(given).rpartition(".")[2].replace("_", "").replace("-", "").lower()
-    for mode in AutoresetMode:
-        if mode.value.lower() == name:
-            return mode
-    raise ConfigError.of("autoreset_mode", given, "one of NEXT_STEP, SAME_STEP and DISABLED is needed")
+    name = stepping.mode_of(given, option="autoreset_mode").replace("_", "")
+    return next(mode for mode in AutoresetMode if mode.value.lower() == name)
 
 
 def check_space(what: str, space: gymnasium.Space[Any]) -> None:
@@ -73,28 +68,3 @@ def env_info(info: Any, env: int, inside: bool = False) -> dict[str, Any]:
         elif hasattr(value, "__getitem__"):
             part[key] = value[env]
     return part
-
-
-def final_obs_of(info: Any, env: int) -> Any:
-    """Return the final observation of ``env``, or None; batched by leaf, or one object per environment."""
-    if isinstance(info, (list, tuple)):
-        return info[env].get("final_obs")
-    finals = info.get("final_obs") if isinstance(info, Mapping) else None
-    mask = info.get("_final_obs") if isinstance(info, Mapping) else None
-    if finals is None or (mask is not None and not mask[env]):
-        return None
-    return _row(finals, env)
-
-
-def is_own_object(info: Any) -> bool:
-    """Whether ``info["final_obs"]`` holds each environment's own object, and not a batch made of them."""
-    finals = info.get("final_obs") if isinstance(info, Mapping) else None
-    return isinstance(finals, np.ndarray) and finals.dtype.hasobject
-
-
-def _row(batch: Any, env: int) -> Any:
-    if isinstance(batch, Mapping):
-        return {key: _row(part, env) for key, part in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(_row(part, env) for part in batch)
-    return batch[env]

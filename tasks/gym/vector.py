@@ -26,9 +26,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import ArrayLike, NDArray
 
 from pipeline.errors import ConfigError, RolloutInvalid, UsageError
+from pipeline.replay.finals import final_of, is_own_object
 from tasks.gym.arrays import Named, named, named_extras, renamed
 from tasks.gym.episodes import Episode, build_episode
-from tasks.gym.modes import check_space, env_info, final_obs_of, is_own_object, mode_of
+from tasks.gym.modes import check_space, env_info, mode_of
 from tasks.gym.rows import Cut, Ended, Rows
 
 
@@ -293,7 +294,7 @@ class VectorRows:
         """Return ``came`` with the final observations of the environments that ended put in (SAME_STEP)."""
         real = {name: array.copy() for name, array in came.items()}
         for env in np.flatnonzero(ended):
-            final = final_obs_of(info, int(env))
+            final = final_of(info, int(env))
             if final is None:
                 raise ConfigError(
                     f"autoreset_mode SAME_STEP, but info has no final_obs for environment {env}, whose episode "
