@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pipeline.config import LEAST, MOST, FailurePolicy, Retry, ZeroVariance, failure_policy
+from pipeline.config.base import is_text
 from pipeline.errors import ConfigError, SourceError
 from pipeline.interfaces import Runner, Source, Stream
 from pipeline.records import Rollout, SourceMark
@@ -82,7 +83,7 @@ class Task:
         shuffle: bool = True,
         resource: Any = None,
     ) -> None:
-        if not isinstance(name, str) or not name or len(name) > 200 or not _encodable(name):
+        if not isinstance(name, str) or not name or len(name) > 200 or not is_text(name):
             raise ConfigError.of("name", name, "a task needs a name of 1 to 200 characters that UTF-8 can encode")
         self._check_parts(name, source, run, resource)
         if not isinstance(shuffle, bool):
@@ -171,11 +172,6 @@ def _group_filter(task: str, given: Any) -> GroupFilter | None:
 
 def _named(function: Any) -> str | None:
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _encodable(text: str) -> bool:
-    """Whether the journal can hold it: a lone surrogate cannot be written."""
-    return text.encode("utf-8", "ignore").decode() == text
 
 
 def _whole(task: str, option: str, value: Any, least: int, most: int) -> None:

@@ -14,6 +14,15 @@ LEAST, MOST = 1e-9, 1e12
 """Bounds of shares and of seconds: what lies beyond is a mistake, and would end in an infinity somewhere."""
 
 
+def is_text(value: str) -> bool:
+    """Whether a file can hold it: a lone surrogate cannot be written."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every options object.
 
@@ -69,6 +78,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Return plain values that :meth:`of` takes and YAML or JSON keep."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values
+
+    def _text(self, *options: str) -> None:
+        for option in options:
+            if not is_text(value := getattr(self, option)):
+                raise ConfigError.of(option, value, "half a surrogate pair cannot be written into a file")
 
     def _at_least(self, option: str, least: float, *, none_ok: bool = False) -> None:
         value = getattr(self, option)

@@ -29,6 +29,7 @@ class Remove(Options, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._text("field")
         if (self.by in ("min", "max")) != bool(self.field):
             raise ConfigError.of("field", self.field, "the name of a column is needed with by='min' and 'max' alone")
 

@@ -79,6 +79,10 @@ class Fields(Options, frozen=True):
     truncated: str = "truncated"
     done: str = "done"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._text(*self.__struct_fields__)
+
 
 class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
     """Everything that a :class:`~pipeline.replay.ReplayBuffer` was built with; of its folder, see

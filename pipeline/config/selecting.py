@@ -92,6 +92,7 @@ class Ordered(Options, frozen=True, tag="ordered", tag_field="select"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._text("field")
         _check_uses(self)
         if (self.by in ("min", "max")) != bool(self.field):
             raise ConfigError.of("field", self.field, "the name of a column is needed with by='min' and 'max' alone")

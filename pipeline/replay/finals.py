@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.buffer.transitions.columns import as_array
+from pipeline.buffer.transitions.columns import as_array, check_depth
 from pipeline.errors import ConfigError
 
 Named = dict[str, Any]
@@ -19,7 +19,7 @@ def leaves(name: str, value: Any) -> Named:
     """Return the leaves of nested mappings and tuples by name: ``obs.camera``, ``obs.0``; nothing is copied.
 
     Raises:
-        ConfigError: two leaves would have one name.
+        ConfigError: two leaves would have one name, or it is nested too deep.
     """
     found: Named = {}
     put(found, name, value)
@@ -27,16 +27,26 @@ def leaves(name: str, value: Any) -> Named:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of an array, a tensor, or what makes one."""
-    return tuple(value.shape if isinstance(value, (np.ndarray, torch.Tensor)) else np.shape(value))
+    """Return the shape of an array, a tensor, or what makes one.
+
+    Raises:
+        ConfigError: it makes none.
+    """
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return tuple(value.shape)
+    try:
+        return np.shape(value)
+    except ValueError as error:
+        raise ConfigError(f"rows of one shape are needed ({error})", option="rows") from None
 
 
-def put(found: Named, name: str, value: Any) -> None:
+def put(found: Named, name: str, value: Any, depth: int = 0) -> None:
     """Add the leaves of ``value`` to ``found``; see :func:`leaves`."""
     plain = value.__class__ in _LEAVES
     if not plain and isinstance(value, (Mapping, tuple)):
+        check_depth(name, depth + 1)
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            put(found, f"{name}.{key}", part)
+            put(found, f"{name}.{key}", part, depth + 1)
         return
     if name in found:
         raise ConfigError(f"column {name}: two values would be called so; rename one of them", option=name)
@@ -106,11 +116,12 @@ def final_of(info: Any, env: int | None) -> Any:
     return None if mask is not None and not mask[env] else _row(finals, env)
 
 
-def _row(batch: Any, env: int) -> Any:
+def _row(batch: Any, env: int, depth: int = 0) -> Any:
+    check_depth("final_obs", depth)
     if isinstance(batch, Mapping):
-        return {key: _row(part, env) for key, part in batch.items()}
+        return {key: _row(part, env, depth + 1) for key, part in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(_row(part, env) for part in batch)
+        return tuple(_row(part, env, depth + 1) for part in batch)
     return batch[env]
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from pipeline.buffer.transitions.columns import check_depth
 from pipeline.config import TrajectoryOptions
 from pipeline.errors import ConfigError
 
@@ -98,12 +99,13 @@ def _given(trajectory: Any) -> tuple[Fields, tuple[int, str]]:
     return fields, (int(length), weights)
 
 
-def _put(fields: Fields, name: str, value: Any) -> None:
+def _put(fields: Fields, name: str, value: Any, depth: int = 0) -> None:
     if value is None:
         return
     if isinstance(value, Mapping):
+        check_depth(name, depth + 1)
         for key, part in value.items():
-            _put(fields, f"{name}.{key}", part)
+            _put(fields, f"{name}.{key}", part, depth + 1)
         return
     if not isinstance(value, (np.ndarray, torch.Tensor)):
         raise ConfigError(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline import Column, ConfigError, ReplayBuffer, Schema
+from pipeline import Column, ConfigError, MixedReplay, ReplayBuffer, Schema, TrajectoryBuffer
+from pipeline.buffer.transitions.columns import flat
+from tests.support.disk import ScriptedFiles
 from tests.support.replay import everything
 
 _RNG = np.random.default_rng(0)
@@ -68,6 +71,130 @@ def test_values_come_back_in_their_dtype_and_shape(names: list[str], one_by_one:
         assert same(batch[name], tensor(each)), name
     slices = buffer.sample(1, slices={"length": 3})
     assert all(same(slices[name][0], tensor(each)) for name, each in values.items())
+
+
+ODD_MEMORY: dict[str, Any] = {
+    "Fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "strided": np.arange(10)[::2],
+    "transposed": np.arange(6).reshape(2, 3).T,
+    "backwards": np.arange(5)[::-1],
+    "broadcast": np.broadcast_to(np.arange(3), (2, 3)),
+    "backwards in two": np.arange(6).reshape(2, 3)[::-1, ::-1],
+    "large": np.asfortranarray(np.arange(2000).reshape(20, 100)),
+    "tensor": torch.arange(6).reshape(2, 3).T,
+}
+EMPTY: dict[str, Any] = {
+    "a": np.zeros((0, 4), np.float32),
+    "b": np.zeros((0, 4), np.float32),
+    "c": np.array(3.5),
+    "d": np.float32(3.5),
+    "e": np.zeros((3, 0, 2), bool),
+    "f": {"g": True, "h": np.float16(1.5), "i": {"j": 2**53 + 1}},
+}
+
+
+@pytest.mark.parametrize("how", ["in memory", "saved", "state", "mixed"])
+@pytest.mark.parametrize("rows", [VALUES, {f"{name} row": each for name, each in ODD_MEMORY.items()}, EMPTY])
+def test_values_come_back_wherever_rows_go(rows: dict[str, Any], how: str, tmp_path: Path) -> None:
+    def made() -> ReplayBuffer:
+        return ReplayBuffer(3, select="fifo", directory=tmp_path if how == "saved" else None, files=ScriptedFiles())
+
+    buffer = made()
+    if rows is VALUES:
+        buffer.extend(rows)
+    else:
+        for _ in range(2):
+            buffer.append(rows)
+    expected = dict(flat(rows))
+    source: Any = buffer
+    if how == "saved":
+        buffer.save(1, wait=True)
+        buffer.close()
+        source = made()
+        source.resume()
+    elif how == "state":
+        source = ReplayBuffer(3, select="fifo")
+        source.load_state_dict(buffer.state_dict())
+    elif how == "mixed":
+        source = MixedReplay({"one": (buffer, 1)})
+    batch = source.sample(len(buffer))
+    found = dict(flat({name: batch[name] for name in batch.columns}))
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        one = each if isinstance(each, torch.Tensor) else np.asarray(each)
+        want = tensor(one) if rows is VALUES else torch.stack([tensor(one).reshape(one.shape)] * 2)
+        assert same(found[name], want), name
+    if how == "saved":
+        source.close()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ufffe", "x" * 1_000_000, "\u202eabc", "\U0001f600", "\ud83d", "ok \ud83d"])
+def test_a_column_of_any_name_is_saved_or_refused_before_it_is_stored(name: str, tmp_path: Path) -> None:
+    given: Any = {name: np.arange(3)}
+    with ReplayBuffer(4, directory=tmp_path, files=ScriptedFiles()) as buffer:
+        if "\ud83d" in name:
+            for add in (buffer.extend, buffer.append):
+                with pytest.raises(ConfigError, match="half a surrogate pair"):
+                    add(given)
+            assert buffer.schema is None
+            given = {"x": np.arange(3)}
+        buffer.extend(given)
+        buffer.save(1, wait=True)
+    with ReplayBuffer(4, directory=tmp_path, files=ScriptedFiles(), select="fifo") as again:
+        again.resume()
+        assert again.sample(3)[next(iter(given))].tolist() == [0, 1, 2]
+
+
+def deep(levels: int, kind: Any) -> Any:
+    value: Any = 1.0
+    for _ in range(levels):
+        value = kind(value)
+    return value
+
+
+def endless() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["a"] = value
+    return value
+
+
+NESTED: dict[str, Any] = {
+    "dicts": deep(5000, lambda each: {"a": each}),
+    "tuples": deep(5000, lambda each: (each,)),
+    "lists": deep(5000, lambda each: [each]),
+    "itself": endless(),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize(
+    "verb", ["append", "extend", "add", "final_obs", "reward", "extras", "write_back", "trajectory"]
+)
+def test_what_is_nested_without_end_is_one_clear_error(verb: str, kind: str) -> None:
+    buffer, value, two = ReplayBuffer(8), NESTED[kind], np.zeros(2)
+    flags = np.ones(2, bool), np.zeros(2, bool)
+    buffer.add(two, two, two, two, *flags, {"final_obs": two}, autoreset="same_step")
+    before = everything(buffer)
+    verbs: dict[str, Callable[[], object]] = {
+        "append": lambda: buffer.append({"obs": value}),
+        "extend": lambda: ReplayBuffer(8).extend({"obs": value}),
+        "add": lambda: buffer.add(value, 0, 1.0, value, False, False),
+        "final_obs": lambda: buffer.add(two, two, two, two, *flags, {"final_obs": value}, autoreset="same_step"),
+        "reward": lambda: buffer.add(0.0, 0, value, 0.0, False, False),
+        "extras": lambda: buffer.add(0.0, 0, 1.0, 0.0, False, False, extras={"more": value}),
+        "write_back": lambda: buffer.write_back([0], {"obs": value}),
+        "trajectory": lambda: TrajectoryBuffer().add_trajectories([{"obs": value}]),
+    }
+    with pytest.raises(ConfigError):
+        verbs[verb]()
+    assert everything(buffer) == before
+    buffer.append({"obs": 0.0, "action": 0.0, "reward": 0.0, "next_obs": 0.0, "terminated": False, "truncated": False})
+
+
+def test_a_row_may_be_nested_as_deep_as_anybody_nests_it() -> None:
+    buffer, row = ReplayBuffer(8, returns="numpy"), deep(60, lambda each: {"a": each})
+    buffer.append(row)
+    assert buffer.sample(1).columns == ("a",)
 
 
 def test_numpy_batches_have_numpy_dtypes_and_name_what_numpy_lacks() -> None:

@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from pipeline import ConfigError, Limiter, Prioritized, ReplayBuffer, Slices, TimedOut
+from pipeline import Anneal, ConfigError, Limiter, Prioritized, ReplayBuffer, Slices, TimedOut
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.config import Options, ReplayOptions
 from pipeline.replay.gate import Gate
@@ -141,6 +141,25 @@ def test_the_counters_of_an_older_run_come_with_no_settings(new: Limiter) -> Non
         ({"fields": "obs"}, "Fields: .* not 'obs'"),
         ({"fields": {"reward": 1}}, "reward=1"),
         ({"seed": -1}, "seed=-1"),
+        ({"keep": 0}, "keep=0"),
+        ({"keep": -2}, "keep=-2"),
+        ({"keep_every": 0}, "keep_every=0"),
+        ({"save_every": 0}, "save_every=0"),
+        ({"capacity": float("nan")}, "capacity=nan"),
+        ({"save_every_s": float("nan")}, "save_every_s=nan"),
+        ({"keep_within_s": float("nan")}, "keep_within_s=nan"),
+        ({"limiter": {"ratio": 1.0, "error_buffer": float("nan")}}, "error_buffer=nan"),
+        ({"select": {"select": "prioritized", "beta": float("nan")}}, "beta=nan"),
+        ({"select": {"select": "prioritized", "new": float("nan")}}, "new=nan"),
+        ({"select": Prioritized(beta=Anneal(start=0.0, end=1.0, over=1))} | {"seed": float("nan")}, "seed=nan"),
+        (
+            {"select": {"select": "prioritized", "beta": {"schedule": "anneal", "start": 0.0, "end": 2.0, "over": 9}}},
+            "beta=2",
+        ),
+        ({"select": {"select": "staleness", "half_life": float("nan")}}, "half_life=nan"),
+        ({"fields": {"obs": "\ud83d"}}, "obs=.*surrogate"),
+        ({"select": {"select": "ordered", "by": "min", "field": "\ud83d"}}, "field=.*surrogate"),
+        ({"remove": {"by": "min", "field": "\ud83d"}}, "field=.*surrogate"),
         ({"seed": 0.5}, r"seed=0\.5"),
         ({"returns": "jax"}, "returns='jax': 'torch', 'numpy' are allowed"),
         ({"timeout": -1}, "timeout=-1"),

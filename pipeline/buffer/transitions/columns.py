@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from pipeline.config.base import is_text
 from pipeline.errors import ConfigError
 
 Rows = Mapping[str, Any]
@@ -23,6 +24,9 @@ Arrays = dict[str, np.ndarray]
 
 LARGE = 1024
 """Bytes from which on a column lies in an array of its own."""
+DEEPEST = 64
+"""Levels of mappings in a row. What goes deeper would end in a RecursionError somewhere, or, if it holds itself,
+nowhere."""
 
 # numpy has no such types: their bits are held as integers of the same size.
 _BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16)} | {
@@ -71,6 +75,11 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         """
         if not self.name or self.name.startswith("#"):
             raise ConfigError(f"column {self.name!r}: a name is needed, without # in front", option=self.name)
+        if not is_text(self.name):
+            raise ConfigError(
+                f"column {self.name!r}: half a surrogate pair cannot be written into a file; name it otherwise",
+                option=self.name,
+            )
         try:
             known = self.bits.kind in _KINDS and self.bits.itemsize <= 8
         except TypeError:
@@ -82,11 +91,25 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         return f"{self.name}: {self.dtype}{list(self.shape)}"
 
 
-def flat(rows: Rows, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def check_depth(name: str, depth: int) -> None:
+    """Refuse what is nested too deep, and what holds itself.
+
+    Raises:
+        ConfigError: ``depth`` is past :data:`DEEPEST`.
+    """
+    if depth > DEEPEST:
+        raise ConfigError(
+            f"column {name[:40]}...: nested deeper than {DEEPEST} levels; give its arrays by their names, and leave "
+            "the rest out",
+            option=name.partition(".")[0],
+        )
+
+
+def flat(rows: Rows, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of every column, nested ones as ``outer.inner``.
 
     Raises:
-        ConfigError: the rows are no mapping, or a name is no text.
+        ConfigError: the rows are no mapping, or nested too deep, or a name is no text.
     """
     if not isinstance(rows, Mapping):
         raise ConfigError(f"rows: a mapping of columns by name is needed, not {type(rows).__name__}", option="rows")
@@ -94,7 +117,8 @@ def flat(rows: Rows, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if not isinstance(name, str):
             raise ConfigError(f"column {name!r}: a name is needed, not {type(name).__name__}", option="rows")
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+            check_depth(f"{prefix}{name}", depth + 1)
+            yield from flat(value, f"{prefix}{name}.", depth + 1)
         else:
             yield f"{prefix}{name}", value
 
