@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from pipeline.replay.ahead import ahead
 from pipeline.replay.job import Listing, Piece, SaveJob
 from pipeline.replay.state import VALUES_FOLDER
 from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.layout import segment_key
 from pipeline.store.segments import Block
 from pipeline.store.writer import StoreWriter
 from pipeline.wiring.collecting import DeadSegments, listed_segments
@@ -111,7 +113,7 @@ class ReplayStore:
         self._next = 0
         self._keeping = Keeping(options, Clock(time.monotonic, time.time), self.log)
         self._dead = DeadSegments(self.folder.layout)
-        self._retention = Retention(self._keeping, self.files, self.folder.layout)
+        self._retention = Retention(self._keeping, self.files, self.folder.layout, reuses=False)
 
     def open(self) -> None:
         """Take the folder's lock.
@@ -189,6 +191,8 @@ class ReplayStore:
             generation.writer.abandon()
             # Nothing may be believed that this writer wrote: the next one begins in files of its own.
             self.give_up()
+            if self.kind == REPLAY:  # rows are in memory as well until a generation counts on them
+                self._remove_remains()
             self.log.error(
                 events.GENERATION_FAILED, generation=manifest.generation, step=manifest.step, error=str(error)
             )
@@ -266,6 +270,20 @@ class ReplayStore:
         writer.write(batch)
         writer.done(batch)
         return Block(piece.first, piece.rows, place.incarnation, place.rank, place.segment, place.offset, place.length)
+
+    def _remove_remains(self) -> None:
+        """Remove the segments that saves of this life wrote before they failed: they would take what a full disk has
+        left. Those that a generation counts on stay; what cannot be removed now goes after the next commit."""
+        layout = self.folder.layout
+        with contextlib.suppress(OSError, ForebayError):
+            self.folder.keep()
+            found = find_generations(layout, self.folder.run_id)
+            if found.damaged:  # it may be whole, and count on any of them
+                return
+            listed = {info.name for each in found.complete for info in each.manifest.segments}
+            for name in layout.list_segments():
+                if name not in listed and self.folder.incarnation <= segment_key(name)[0] < self.incarnation:
+                    self.files.unlink(os.path.join(layout.segments, name))
 
     def _open_writer(self) -> StoreWriter:
         if self._writer is None:

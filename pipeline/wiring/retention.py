@@ -31,8 +31,15 @@ class Keeping(Protocol):
 class Retention:
     """Knows the generations of a run: they are read once, as nobody else makes any. All methods block."""
 
-    def __init__(self, state: Keeping, files: FilesLike, layout: Layout) -> None:
-        self._state, self._files, self._layout = state, files, layout
+    def __init__(self, state: Keeping, files: FilesLike, layout: Layout, *, reuses: bool = True) -> None:
+        """Args:
+        state: options of retention, a clock and a log.
+        files: the file layer.
+        layout: the run's paths.
+        reuses: whether a resume may use what came after its generation. If not, what a life left that was killed, or
+            whose disk was full, goes with the next commit.
+        """
+        self._state, self._files, self._layout, self._reuses = state, files, layout, reuses
         self.held: Callable[[], frozenset[int]] = frozenset
         """Numbers of generations that are being read, and are not to be removed."""
         self._complete: list[Stored] | None = None
@@ -49,6 +56,8 @@ class Retention:
         if self._complete is None:
             found = find_generations(self._layout, manifest.run_id)
             self._complete, self._unread = found.complete, found.unread
+        if not self._reuses:
+            return []
         there = {each.manifest.generation for each in self._complete}
         said = self._complete[-1].manifest.reusable if self._complete else None
         before = there if said is None else there & set(said)
@@ -95,7 +104,7 @@ class Retention:
         if self._needs is None or gone or not self._reusable <= reusable:
             self._needs = needs_of(self._complete, reusable)
         else:
-            self._needs.add(stored.manifest, reusable=True)
+            self._needs.add(stored.manifest, reusable=stored.manifest.generation in reusable)
         self._reusable = reusable
 
     def _collect(self, stored: Stored, live: Mapping[SegmentKey, int], open_segment: int) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import WriteFailed
+from pipeline import ReplayBuffer, StoreError, WriteFailed
 from tests.support import full
 from tests.support.children import child
 from tests.support.full import COUNT, GROUPS, Weights, make
+from tests.support.replaying import Counter
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -69,6 +70,39 @@ def test_whatever_is_written_last_before_the_limit_the_run_goes_on_in_a_new_life
             seen.add(attempt["name"])
             assert not attempt["error"] or attempt["family"], attempt
     assert seen == {"", "WriteFailed", "StoreError"}
+
+
+def test_past_a_limit_a_replay_buffer_is_not_saved_and_what_was_tried_takes_no_room(tmp_path: Path) -> None:
+    """4 MiB of new rows; files may have 1 MiB."""
+    run = tmp_path / "run"
+    with child(full.limited_buffer, str(run), MIB) as process:
+        attempts = process.hear()
+        assert len(attempts) == 5, attempts
+        for attempt, left, size, same in attempts:
+            assert (attempt["name"], attempt["family"]) == ("WriteFailed", True)
+            assert left == [], "no entry under a final name, and nothing aside"
+            assert size < 4.2 * MIB, "what was written before it failed has gone"
+            assert same, "the training loop's state is as it was"
+        shutil.copytree(run, tmp_path / "copy")
+        process.pipe.send("go on")
+        assert process.hear() == "saved"
+    for folder, rows in (("copy", 8), ("run", 16)):
+        with ReplayBuffer(16, directory=tmp_path / folder) as buffer:
+            counter = Counter()
+            buffer.attach(counter=counter)
+            assert tuple(buffer.resume())[::2] == (rows // 8, rows)
+            assert counter.step == rows // 8
+            assert buffer.ring.storage.view("x")[:rows, -1].tolist() == [1] * 8 + [2] * (rows - 8)
+
+
+def test_a_replay_buffers_folder_below_a_file_is_told_at_its_resume(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    buffer = ReplayBuffer(8, directory=tmp_path / "file" / "run")
+    buffer.extend({"x": [1]})
+    for verb in (buffer.resume, lambda: buffer.save(1)):
+        with pytest.raises(StoreError, match="cannot be used as a run's directory"):
+            verb()
+    assert len(buffer) == 1
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from pipeline import ReplayBuffer
+from pipeline import ReplayBuffer, StoreError
 from pipeline.checkpoint import verify
 from tests.support.children import Ended, child
-from tests.support.replaying import Counter, run_for_ever, run_until_asked
+from tests.support.disk import Killed, ScriptedFiles, tree
+from tests.support.replaying import Counter, add_after_saving, contents, run_for_ever, run_until_asked
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
 KILLS = 10 * SOAK
+
+
+class DiesAsItCommits(ScriptedFiles):
+    """Kills when everything was written, and the generation is to get its name."""
+
+    def rename(self, old: str, new: str) -> None:
+        self.fail_next()
+        super().rename(old, new)
 
 
 def look(directory: Path, least: int) -> int:
@@ -63,6 +75,41 @@ def test_killed_at_any_moment_it_goes_on_with_what_was_committed(tmp_path: Path)
         committed = look(tmp_path, committed)
     assert verify(str(tmp_path)).whole
     assert committed >= waited > 0
+
+
+def test_what_was_added_after_the_save_dies_with_the_process(tmp_path: Path) -> None:
+    with child(add_after_saving, str(tmp_path)) as process:
+        assert process.hear() == ("added", 15)
+        process.kill()
+    before = {name: hashlib.sha256(content).hexdigest() for name, content in tree(tmp_path).items()}
+    with ReplayBuffer(20, directory=tmp_path) as buffer:
+        assert tuple(buffer.resume())[::2] == (10, 10)
+        assert contents(buffer)["x"] == list(range(10))
+        assert buffer.ring.added == 10
+        assert buffer.extend({"x": [100]}) == range(10, 11)
+        buffer.save(11, wait=True)
+    after = {name: hashlib.sha256(content).hexdigest() for name, content in tree(tmp_path).items()}
+    assert {name for name, digest in before.items() if after.get(name) != digest} <= {"lock"}
+    with ReplayBuffer(20, directory=tmp_path) as first:
+        first.resume(10)
+        assert contents(first)["x"] == list(range(10))
+
+
+def test_what_lives_left_that_were_killed_in_a_save_goes_with_the_next_commit(tmp_path: Path) -> None:
+    """Each of them had written its rows, and would have left them for as long as no generation went."""
+    sizes = []
+    for life in range(6):
+        files = ScriptedFiles() if life in (0, 5) else DiesAsItCommits(error=Killed, stays=True)
+        buffer = ReplayBuffer(8, directory=tmp_path, files=files)
+        with contextlib.suppress(Killed, StoreError), buffer:
+            buffer.resume()
+            buffer.extend({"x": np.full((8, 1 << 14), life, np.float64)})
+            buffer.save(life, wait=True)
+        files.end()
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "segments").iterdir()))
+    assert sizes[4] > 4 * sizes[0]
+    assert sizes[5] < 2.1 * sizes[0], "those of the two generations"
+    assert verify(str(tmp_path)).whole
 
 
 @pytest.mark.parametrize("how", ["signal", "file"])

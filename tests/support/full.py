@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pipeline import Batch, Context, Item, Pipeline, Rollout, StoreError
+from pipeline import Batch, Context, Item, Pipeline, ReplayBuffer, Rollout, StoreError
+from tests.support.replaying import Counter
 from tests.support.runs import pipeline, task
 
 COUNT, GROUPS = 24, 2
@@ -144,6 +145,41 @@ def limited_producing(pipe: Connection, directory: str, limits: list[int]) -> No
             attempt.note(error)
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
         pipe.send((each, vars(attempt), finish(run, 64)))
+
+
+def limited_buffer(pipe: Connection, directory: str, limit: int) -> None:
+    """A replay buffer of 4 MiB is saved; another 4 MiB are added, and saved again and again past the limit."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    counter, attempts = Counter(), []
+    with ReplayBuffer(16, directory=directory, keep=None, seed=1) as buffer:
+        buffer.attach(counter=counter)
+        buffer.resume()
+        for counter.step in (1, 2):
+            buffer.extend({"x": torch.full((8, 1 << 17), counter.step, dtype=torch.float32)})
+            if counter.step == 1:
+                buffer.save(1, wait=True)
+        before, there = state_of(buffer, counter), entries(directory)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most[1]))
+        for _ in range(5):
+            attempt = Attempt()
+            try:
+                buffer.save(2, wait=True)
+            except Exception as error:
+                attempt.note(error)
+            left = [name for name in entries(directory) if name not in there]
+            sizes = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
+            attempts.append((vars(attempt), left, sizes, state_of(buffer, counter) == before))
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        pipe.send(attempts)
+        pipe.recv()
+        buffer.save(2, wait=True)
+    pipe.send("saved")
+
+
+def state_of(buffer: ReplayBuffer, counter: Counter) -> Any:
+    """What the training loop goes on with."""
+    return counter.step, buffer.ring.added, buffer.statistics(), buffer._rng.bit_generator.state
 
 
 if __name__ == "__main__":

@@ -104,3 +104,26 @@ def run_until_asked(pipe: Any, directory: str) -> None:
         if buffer.save_due():
             buffer.save(step)
         time.sleep(0.001)
+
+
+def add_after_saving(pipe: Any, directory: str) -> None:
+    """A process that saves rows 0 to 9 at step 10, adds five more, and waits to be killed."""
+    buffer = ReplayBuffer(20, directory=directory)
+    buffer.resume()
+    buffer.extend({"x": np.arange(10)})
+    buffer.save(10, wait=True)
+    buffer.extend({"x": np.arange(10, 15)})
+    pipe.send(("added", buffer.ring.added))
+    pipe.recv()
+
+
+def draw_again(pipe: Any, directory: str, options: dict[str, Any]) -> None:
+    """A process that says what a saved buffer draws: probabilities, keys, and weights by key."""
+    with ReplayBuffer(4, directory=directory, **options) as buffer:
+        buffer.resume()
+        mass = buffer.drawer.mass(np.arange(4))
+        batches = [buffer.sample(10) for _ in range(100)]
+        weights = {
+            int(key): float(each) for batch in batches for key, each in zip(batch.keys, batch.weights, strict=True)
+        }
+        pipe.send(((mass / mass.sum()).tolist(), [batch.keys.tolist() for batch in batches], weights))
