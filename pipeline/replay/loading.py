@@ -130,8 +130,13 @@ def read_values(stored: Stored) -> dict[str, np.ndarray]:
     for info in stored.manifest.files:
         folder, _, name = info.path.partition("/")
         if folder == VALUES_FOLDER:
-            with open_plain(os.path.join(stored.folder, info.path)) as file:
-                values[name] = np.frombuffer(file.read(), _dtype_of(name))
+            path = os.path.join(stored.folder, info.path)
+            with open_plain(path) as file:
+                raw = file.read()
+            try:
+                values[name] = np.frombuffer(raw, _dtype_of(name))
+            except ValueError as error:
+                raise Damaged(f"{path}: {len(raw)} bytes are no array of {_dtype_of(name)} ({error})") from None
     return values
 
 
