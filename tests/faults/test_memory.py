@@ -15,6 +15,7 @@ from tests.support.memory import SIZE
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
 STEPS, ROLLOUTS = (1000, 100_000) if SOAK else (400, 30_000)
+CALLS = 100_000 if SOAK else 4000
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
@@ -64,3 +65,20 @@ def test_trivial_rollouts_leave_nothing_behind(run_directory: str) -> None:
     assert found["trained"] == ROLLOUTS // 32 * 32
     assert found["tasks"] <= 8 + 6
     assert found["growth"] < 10 * ROLLOUTS, "bytes: a megabyte for a hundred thousand"
+
+
+@pytest.mark.parametrize("row_bytes", [64, 65_536])
+def test_a_replay_buffer_is_saved_in_pieces_and_resumed_once(run_directory: str, row_bytes: int) -> None:
+    """256 MiB of rows, small ones and large ones."""
+    found = measure("transitions", run_directory, row_bytes)
+    assert found["buffered"] == (SIZE << 20) // row_bytes
+    assert found["held"] >= SIZE
+    assert found["save"] <= 64 + 16
+    assert found["load"] <= 1.1 * found["held"]
+
+
+def test_calls_of_a_replay_buffer_leave_nothing_behind(run_directory: str) -> None:
+    """A hundred thousand under ``make soak``."""
+    found = measure("calls", run_directory, CALLS)
+    assert found["added"] == CALLS
+    assert found["growth"] < 10 * CALLS, "bytes: a megabyte for a hundred thousand"

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import torch
 
-from pipeline import Context, Item, Pipeline, Rollout
+from pipeline import Context, Item, Pipeline, ReplayBuffer, Rollout
 from pipeline.store.files import OsFiles
 from pipeline.testing import VirtualClockLoop
 from tests.support.crashes import Trained, begin, inline_pipeline
@@ -137,7 +138,47 @@ async def of_trivial_tasks(directory: str, count: int) -> dict[str, Any]:
     return {"tasks": most, "growth": sizes[1] - sizes[0], "trained": pipe.ledger.totals["numbers"].trained}
 
 
+def of_transitions(directory: str, row_bytes: int) -> dict[str, float]:
+    """The growth at the highest while a replay buffer is saved, and while it is resumed."""
+    found: dict[str, float] = {}
+    count = (SIZE << 20) // row_bytes
+    options: dict[str, Any] = {"directory": directory, "select": "prioritized"}
+    with ReplayBuffer(count, **options) as buffer:
+        with growth(found, "held"):
+            for first in range(0, count, count // 64):
+                numbers = np.arange(first, first + count // 64)
+                buffer.extend({"x": np.repeat(numbers.astype(np.int32)[:, None], row_bytes // 4, axis=1)})
+            buffer.sample(8)
+        with growth(found, "save"):
+            buffer.save(1, wait=True)
+    del buffer
+    with ReplayBuffer(count, **options) as buffer, growth(found, "load"):
+        found["buffered"] = buffer.resume().rows
+    return found
+
+
+def of_many_calls(count: int) -> dict[str, Any]:
+    """What Python has allocated after a tenth of the calls of each verb, and after all."""
+    limiter = {"min_size": 1, "ratio": 1.0, "error_buffer": 8.0}
+    buffer = ReplayBuffer(100, select="prioritized", limiter=limiter)
+    sizes = list[int]()
+    for number in range(count):
+        end = number % 7 == 6
+        buffer.add(float(number), 0, 1.0, number + 1.0, end, False, env=number % 3)
+        batch = buffer.sample(1, n_step=2, gamma=0.5)
+        buffer.update_priorities(batch.keys, [1.0 + number % 5])
+        if number in (count // 10, count - 1):
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    return {"growth": sizes[1] - sizes[0], "added": buffer.statistics().added}
+
+
 def main(what: str, directory: str, count: int) -> dict[str, Any]:
+    if what == "transitions":
+        return of_transitions(directory, count)
+    if what == "calls":
+        tracemalloc.start()
+        return of_many_calls(count)
     if what == "buffer":
         return anyio.run(of_a_save, directory, 1, SIZE // 4)
     if what == "trainer":

@@ -99,6 +99,16 @@ def test_iterating_goes_on_where_it_was_left() -> None:
     assert list(chain.from_iterable(parts)) == whole
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 7])
+def test_an_iteration_that_is_left_early_is_gone_on_with_each_time(prefetch: int) -> None:
+    """12 rows, left after 5 of them, four times."""
+    order = [key for batch in ids(filled(12, select="without_replacement"), 20, 1) for key in batch]
+    assert sorted(order[:12]) == list(range(12))
+    dataset = ReplayDataset(filled(12, select="without_replacement"), 1, prefetch=prefetch)
+    parts = [[int(batch["x"][0]) for batch in islice(dataset, 5)] for _ in range(4)]
+    assert parts == [order[0:5], order[5:10], order[10:15], order[15:20]]
+
+
 def test_on_a_device_it_is_a_dict_of_tensors() -> None:
     batch = next(iter(ReplayDataset(filled(30), 4, device="cpu", prefetch=1)))
     assert set(batch) == {"x", "weights", "keys"}

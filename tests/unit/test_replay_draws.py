@@ -157,6 +157,15 @@ def test_no_other_generator_changes_the_draws_and_they_change_none() -> None:
     mixed = {seed: filled(9, seed=seed) for seed in (1, 2)}
     assert {seed: [buffer.sample(4).keys.tolist()] for seed, buffer in mixed.items()} == alone
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
+    in_turns = {seed: filled(9, seed=seed) for seed in (1, 2)}
+    orders: dict[int, list[Any]] = {1: [], 2: []}
+    for _ in range(20):
+        for seed, buffer in in_turns.items():
+            orders[seed].append(buffer.sample(4).keys.tolist())
+    for seed, order in orders.items():
+        buffer = filled(9, seed=seed)
+        assert [buffer.sample(4).keys.tolist() for _ in range(20)] == order
+    assert orders[1] != orders[2]
     one, other = filled(9, seed=1), filled(9, seed=1)
     taken = [one.sample(3).keys.tolist() for _ in range(4)]
     np.random.default_rng(1).random(5)

@@ -182,6 +182,17 @@ def test_priorities_go_to_the_source_of_each_row() -> None:
         assert np.allclose(probabilities(mixed.sources[name]), expected / expected.sum())
 
 
+def test_a_priority_that_comes_too_late_is_given_to_no_row_of_any_source() -> None:
+    mixed = prioritized()
+    batch = mixed.sample(200)
+    for source in mixed.sources.values():
+        source.extend(rows(4, 4))
+    updated = mixed.update_priorities(batch, np.full(200, 100.0))
+    assert updated.stale == 200
+    for source in mixed.sources.values():
+        assert probabilities(source) == [0.25] * 4
+
+
 @pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, 1e308])
 def test_bad_priorities_change_nothing(wrong: float) -> None:
     mixed = prioritized()

@@ -16,8 +16,9 @@ from tests.support.replay import as_likely, everything, filled, ids, prioritized
 
 def test_a_priority_that_comes_too_late_is_not_given_to_the_row_in_its_place() -> None:
     buffer = filled(4, 4, select=Prioritized(alpha=1.0))
+    drawn = next(batch for batch in (buffer.sample(1) for _ in range(100)) if batch["id"][0] == 0)
     buffer.extend(rows(1, 4))
-    updated = buffer.update_priorities([0], [100.0])
+    updated = buffer.update_priorities(drawn.keys, [100.0])
     assert (updated.applied.tolist(), updated.stale) == ([False], 1)
     assert probabilities(buffer) == [0.25] * 4
     updated = buffer.update_priorities([0, 4, 1], [100.0, 3.0, 1.0])
@@ -32,6 +33,16 @@ def test_sums_are_of_the_values_and_not_of_their_changes(large: float) -> None:
     for place, value in ((0, large), (1, 1.0), (0, 0.25)):
         tree.set(np.array([place]), np.array([value]))
     assert tree.total == 1.25
+
+
+@pytest.mark.parametrize(("large", "kind"), [(1e8, np.float32), (1e17, np.float64)])
+def test_a_large_priority_that_goes_leaves_nothing_of_it_behind(large: float, kind: Any) -> None:
+    buffer = filled(2, 2, select=Prioritized(alpha=1.0))
+    for key, value in ((0, large), (1, 1.0), (0, 0.25)):
+        buffer.update_priorities([key], np.array([value], kind))
+        buffer.sample(1)
+    assert total(buffer) == 1.25
+    assert set(buffer.sample(200).keys) == {0, 1}
 
 
 @pytest.mark.parametrize("capacity", [1, 31, 33, 1000, 2048])
@@ -81,9 +92,10 @@ def test_weights_make_up_for_priorities(
     assert batch.weights.dtype == np.float32
 
 
-@pytest.mark.parametrize(("scope", "expected"), [("buffer", 0.25), ("batch", 1.0)])
-def test_the_largest_weight_is_the_buffers_or_the_batchs(scope: str, expected: float) -> None:
-    buffer = prioritized([1, 2, 3, 4], weights=scope)
+@pytest.mark.parametrize(("scope", "expected"), [(None, 0.25), ("buffer", 0.25), ("batch", 1.0)])
+def test_the_largest_weight_is_the_buffers_or_the_batchs(scope: str | None, expected: float) -> None:
+    options: dict[str, Any] = {} if scope is None else {"weights": scope}
+    buffer = prioritized([1, 2, 3, 4], **options)
     alone = next(batch for batch in (buffer.sample(1) for _ in range(100)) if batch.keys[0] == 3)
     assert alone.weights.tolist() == [expected]
 

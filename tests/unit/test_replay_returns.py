@@ -27,14 +27,26 @@ def episodes(rewards: list[float], terminated: list[int], truncated: list[int], 
     return buffer
 
 
-@pytest.mark.parametrize(("terminated", "last"), [([], [0.125, 0.125, 0.25, 0.5]), ([3], [0.125, 0, 0, 0])])
-def test_a_return_that_is_cut_is_discounted_by_the_rewards_in_it(terminated: list[int], last: list[float]) -> None:
-    batch = episodes([1, 2, 4, 8], terminated, [3]).sample(4, n_step=3, gamma=0.5)
+@pytest.mark.parametrize(
+    ("terminated", "truncated", "last"),
+    [
+        ([], [3], [0.125, 0.125, 0.25, 0.5]),
+        ([], [], [0.125, 0.125, 0.25, 0.5]),
+        ([3], [], [0.125, 0, 0, 0]),
+        ([3], [3], [0.125, 0, 0, 0]),
+    ],
+    ids=["truncated", "open", "terminated", "both"],
+)
+def test_a_return_that_is_cut_is_discounted_by_the_rewards_in_it(
+    terminated: list[int], truncated: list[int], last: list[float]
+) -> None:
+    batch = episodes([1, 2, 4, 8], terminated, truncated).sample(4, n_step=3, gamma=0.5)
     assert batch["reward"].tolist() == [3, 6, 8, 8]
     assert batch["next_obs"].tolist() == [3, 4, 4, 4]
     assert batch.discount.tolist() == last
     assert batch.steps.tolist() == [3, 3, 2, 1]
     assert batch["terminated"].tolist() == [value == 0 for value in last]
+    assert batch["truncated"].tolist() == [False, *[bool(truncated)] * 3]
 
 
 def test_returns_do_not_go_on_in_the_next_episode_and_row_k_is_row_k_in_both_views() -> None:
@@ -178,6 +190,7 @@ def test_next_observations_of_another_shape_are_repeated_themselves() -> None:
         ({"n_step": 17, "gamma": 1.0}, "n_step=17: capacity=16"),
         ({"slices": {"length": 17}}, "length=17: a slice spans 17 rows, and capacity=16"),
         ({"slices": {"length": 3}, "n_step": 4, "gamma": 0.5}, "slices: n_step"),
+        ({"slices": {"length": 9, "burn_in": 4, "bootstrap": 4}}, "length=9: a slice spans 17 rows, and capacity=16"),
         ({"slices": {"length": 0}}, "length=0"),
         ({"slices": {}}, "length= is needed"),
         ({"slices": 3}, "a mapping is needed, not 3"),
@@ -189,6 +202,14 @@ def test_what_can_never_be_had_is_refused_by_name(asked: dict[str, Any], said: s
     buffer = episodes([1.0] * 4, [], [])
     with pytest.raises(ConfigError, match=said):
         buffer.sample(2, **asked)
+
+
+def test_a_sequence_of_one_row_more_than_the_buffer_holds_is_refused() -> None:
+    buffer = ReplayBuffer(10, returns="numpy")
+    buffer.extend({"obs": np.arange(10)})
+    with pytest.raises(ConfigError, match="length=11: a slice spans 11 rows, and capacity=10"):
+        buffer.sample(1, slices=Slices(length=11))
+    assert buffer.sample(1, slices=Slices(length=10))["obs"].tolist() == [list(range(10))]
 
 
 def test_what_fills_the_buffer_to_the_last_row_is_allowed() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline import ReplayBuffer, Slices, Starved
-from tests.support.replay import as_likely, filled, ids, rows, total
+from tests.support.replay import as_likely, everything, filled, ids, rows, total
 
 SELECTIONS = ["uniform", {"select": "prioritized", "alpha": 1.0}, "without_replacement", "fifo"]
 
@@ -16,7 +16,14 @@ SELECTIONS = ["uniform", {"select": "prioritized", "alpha": 1.0}, "without_repla
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_slices_wrap_around_and_leave_the_rest_of_an_overwritten_episode_out(select: Any) -> None:
     buffer = filled(18, 10, ends=[8, 17], select=select)
-    drawn = {int(key) for _ in range(100) for key in buffer.sample(6, slices=Slices(length=4)).keys}
+    episode, place = (buffer.ring.storage.view(mark) for mark in ("#episode", "#place"))
+    assert (episode - episode[8]).tolist() == [1] * 8 + [0, 1]
+    assert place.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 8, 0]
+    drawn = set()
+    for _ in range(100):
+        batch = buffer.sample(6, slices=Slices(length=4))
+        assert (batch["id"] == batch.keys[:, None] + np.arange(4)).all()
+        drawn |= set(batch.keys.tolist())
     assert drawn == set(range(9, 15))
     assert {key % 10 for key in drawn} == {9, 0, 1, 2, 3, 4}
 
@@ -66,16 +73,18 @@ def test_every_slice_of_an_episode_is_as_likely_the_last_one_too(
     assert batch["id"].max() == rows_in_it - 1
 
 
-def test_a_buffer_is_full_when_it_is_full_and_not_a_row_before() -> None:
-    buffer = ReplayBuffer(4, returns="numpy")
+@pytest.mark.parametrize("select", [*SELECTIONS, "lifo", {"select": "staleness", "half_life": 1.0}])
+def test_a_buffer_is_full_when_it_is_full_and_not_a_row_before(select: Any) -> None:
+    buffer = ReplayBuffer(4, select=select, returns="numpy")
     for number in range(3):
         buffer.append({"id": number})
     assert len(buffer) == 3
-    assert set(buffer.sample(1000)["id"]) == {0, 1, 2}
+    assert {number for _ in range(333) for number in buffer.sample(3)["id"]} == {0, 1, 2}
     buffer.clear()
     for first in (0, 3):
         buffer.extend({"id": np.arange(first, first + 3)})
     assert ids(buffer) == [2, 3, 4, 5]
+    assert {number for _ in range(333) for number in buffer.sample(4)["id"]} == {2, 3, 4, 5}
 
 
 def test_a_block_wraps_around() -> None:
@@ -90,8 +99,11 @@ def test_of_a_block_larger_than_the_buffer_the_newest_rows_stay() -> None:
     assert ids(buffer) == [6, 7, 8, 9]
     assert buffer.ring.storage.view("id").tolist() == [8, 9, 6, 7]
     assert buffer.statistics().added == 10
+    before = everything(buffer)
     assert buffer.extend(rows(0)) == range(10, 10)
-    assert ids(buffer) == [6, 7, 8, 9]
+    assert everything(buffer) == before
+    buffer.append({"id": 10, "reward": 1.0, "truncated": False})
+    assert buffer.ring.storage.view("id").tolist() == [8, 9, 10, 7], "it goes to slot 2"
 
 
 def test_an_empty_first_block_decides_nothing() -> None:
@@ -119,6 +131,33 @@ def test_an_episode_left_open_is_not_glued_to_the_next() -> None:
     assert buffer.end_episode() == 0
     buffer.extend(rows(4, 10, ends=[13]))
     assert np.bincount(buffer.ring.mark("#episode", buffer.ring.keys())).tolist() == [4, 4, 2, 4]
+
+
+@pytest.mark.parametrize("select", SELECTIONS)
+def test_episodes_that_overflow_a_small_buffer_are_drawn_whole_or_not_at_all(select: Any) -> None:
+    """Two of 4 rows, one that is left after 2, and 4 again: 6 rows are held of them."""
+    buffer, number = ReplayBuffer(6, select=select, returns="numpy"), 0
+    lengths = [4, 4, 2, 4]
+    episode_of, place_of = (np.zeros(100, int) for _ in range(2))
+    for episode in range(100):
+        length = min(lengths[episode % 4], 100 - number)
+        for place in range(length):
+            left = length == 2
+            buffer.append({"id": number, "truncated": place == length - 1 and not left})
+            episode_of[number], place_of[number] = episode, place
+            number += 1
+            batch = buffer.sample(min(len(buffer), 2), slices=Slices(length=4, pad=True))
+            seen = np.where(batch.mask, batch["id"], batch["id"][:, :1])
+            assert (episode_of[seen] == episode_of[batch.keys][:, None]).all()
+            held = buffer.ring.keys()
+            assert ids(buffer) == held.tolist() == list(range(max(0, number - 6), number))
+            assert buffer.ring.mark("#episode", held).tolist() == episode_of[held].tolist()
+            assert buffer.ring.mark("#place", held).tolist() == place_of[held].tolist()
+        if length == 2:
+            assert buffer.end_episode() == 1
+        if number == 100:
+            break
+    assert buffer.statistics().added == 100
 
 
 def test_an_open_episode_whose_rows_have_all_gone_can_be_ended() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,9 +24,11 @@ from pipeline import (
     Damaged,
     Limiter,
     Locked,
+    MixedReplay,
     Pipeline,
     Prioritized,
     ReplayBuffer,
+    ReplayDataset,
     Schema,
     StalenessWeighted,
     StoreError,
@@ -38,12 +43,15 @@ from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.config import Ordered
 from pipeline.errors import StoppedExit
 from pipeline.replay.job import merged_from
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER
 from pipeline.replay.store import ReplayStore
 from pipeline.store.layout import Layout, segment_key
 from pipeline.store.segments import Block
 from pipeline.wiring.collecting import DeadSegments
+from tests.support.children import child
 from tests.support.disk import ScriptedFiles, tree
-from tests.support.replaying import CAPACITY, Counter, contents, draws, fill, rows
+from tests.support.replay import as_likely
+from tests.support.replaying import CAPACITY, Counter, contents, draw_again, draws, fill, rows
 from tests.support.runs import task
 
 SELECTIONS: dict[str, Any] = {
@@ -165,13 +173,140 @@ def test_priorities_and_weights_come_back(tmp_path: Path) -> None:
         buffer.update_priorities(range(4), [1, 2, 3, 4])
         buffer.save(1, wait=True)
         expected = [buffer.sample(10).keys.tolist() for _ in range(100)]
+    with child(draw_again, str(tmp_path), options) as process:
+        shares, drawn, weights = process.hear()
+    assert shares == [0.1, 0.2, 0.3, 0.4]
+    assert drawn == expected
+    assert weights == pytest.approx({0: 1, 1: 1 / 2, 2: 1 / 3, 3: 1 / 4})
+    assert as_likely(np.array(drawn), [1, 2, 3, 4])
+
+
+def test_a_priority_that_comes_too_late_is_ignored_across_a_save_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"select": Prioritized(alpha=1)}
+    with make(tmp_path, 4, **options) as buffer:
+        buffer.extend({"x": np.arange(4)})
+        drawn = next(batch for batch in (buffer.sample(1) for _ in range(100)) if batch["x"][0] == 0)
+        state = buffer.state_dict()
+        buffer.save(1, wait=True)
+    in_memory = make(None, 4, **options)
+    in_memory.load_state_dict(state)
     with make(tmp_path, 4, **options) as again:
         again.resume()
-        assert [again.sample(10).keys.tolist() for _ in range(100)] == expected
-        drawn = np.concatenate([again.sample(100).keys for _ in range(100)])
-        assert np.abs(np.bincount(drawn) / len(drawn) - [0.1, 0.2, 0.3, 0.4]).max() < 0.02
-        batch = again.sample(50)
-        assert np.allclose(batch.weights, 1 / (1 + batch.keys), atol=1e-6)
+        for each in (again, in_memory):
+            assert each.extend({"x": [4]}) == range(4, 5)
+            updated = each.update_priorities(drawn.keys, [100.0])
+            assert (updated.applied.tolist(), updated.stale) == ([False], 1)
+            assert each.drawer.mass(np.arange(1, 5)).tolist() == [1, 1, 1, 1]
+            assert each.update_priorities([4], [5.0]).applied.all()
+        again.save(2, wait=True)
+    with make(tmp_path, 4, **options) as once_more:
+        once_more.resume()
+        assert once_more.update_priorities(drawn.keys, [100.0]).stale == 1
+        assert once_more.drawer.mass(np.arange(1, 5)).tolist() == [1, 1, 1, 5]
+
+
+def test_terminated_and_truncated_are_kept_apart_wherever_rows_go(tmp_path: Path) -> None:
+    flags = {"terminated": np.array([0, 1, 0, 1], bool), "truncated": np.array([0, 0, 1, 1], bool)}
+    options: dict[str, Any] = {"select": "fifo", "returns": "numpy"}
+    with make(tmp_path, **options) as buffer:
+        buffer.extend({"reward": np.ones(4), **flags})
+        in_memory = make(None, **options)
+        in_memory.load_state_dict(buffer.state_dict())
+        buffer.save(1, wait=True)
+    with make(tmp_path, **options) as again:
+        again.resume()
+        mixed = MixedReplay({"saved": (again, 1), "kept": (in_memory, 1)})
+        for batch in (again.sample(4, gamma=0.5), in_memory.sample(4, gamma=0.5), mixed.sample(8, gamma=0.5)):
+            order = np.argsort(batch.keys, kind="stable").reshape(4, -1)
+            for name, column in flags.items():
+                assert (batch[name][order] == column[:, None]).all()
+            assert (batch.discount[order] == np.array([[0.5], [0], [0.5], [0]])).all()
+            assert batch["terminated"].dtype == batch["truncated"].dtype == bool
+
+
+def _bytes_of(state: Any) -> bytes:
+    return msgspec.msgpack.encode(state, enc_hook=lambda array: [str(array.dtype), array.shape, array.tobytes()])
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_state_that_is_loaded_and_asked_for_again_is_the_same_to_the_byte(name: str, batches: int) -> None:
+    """Of an epoch of 3 batches: before it, within it, at its end, and in the next one."""
+    options: dict[str, Any] = {"select": SELECTIONS[name], "seed": 3}
+    buffer = make(None, 12, **options)
+    fill(buffer, 0, 12)
+    dataset = ReplayDataset(buffer, 4, prefetch=1)
+    taken = iter(dataset)
+    for _ in range(batches):
+        if next(taken, None) is None:
+            taken = iter(dataset)
+            next(taken)
+    state, ahead = buffer.state_dict(), dataset.state_dict()
+    expected, expected_ahead = _bytes_of(state), _bytes_of(ahead)
+    for _ in range(5):
+        again = make(None, 12, **options | {"seed": 4})
+        again.load_state_dict(state, continue_episodes=True)
+        dataset = ReplayDataset(again, 4, prefetch=1)
+        dataset.load_state_dict(ahead)
+        state, ahead = again.state_dict(), dataset.state_dict()
+        assert _bytes_of(state) == expected
+        assert _bytes_of(ahead) == expected_ahead
+
+
+@pytest.mark.parametrize("name", ["carry", "prioritized", "staleness"])
+def test_what_is_resumed_and_saved_again_is_the_same_to_the_byte(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"select": SELECTIONS[name], "seed": 3}
+    found = set()
+    for life in range(5):
+        with make(tmp_path, 12, **options) as buffer:
+            buffer.resume(continue_episodes=True)
+            if not life:
+                fill(buffer, 0, 12)
+                buffer.sample(4)
+            saving = buffer.save(life, wait=True)
+            folder = tmp_path / "generations" / f"{saving.generation:08d}"
+            files = [folder / STATE_FILE, *sorted((folder / VALUES_FOLDER).glob("*"))]
+            found.add(tuple((path.name, path.read_bytes()) for path in files))
+    assert len(found) == 1
+
+
+def test_epochs_have_the_same_orders_though_each_is_of_another_life(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"select": WithoutReplacement(), "seed": 0}
+    unbroken = make(None, 20, **options)
+    unbroken.extend({"x": np.arange(20)})
+    orders = [unbroken.sample(20).keys.tolist() for _ in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    for epoch in range(3):
+        with make(tmp_path, 20, **options) as buffer:
+            buffer.resume()
+            if not epoch:
+                buffer.extend({"x": np.arange(20)})
+            assert buffer.sample(20).keys.tolist() == orders[epoch]
+            buffer.save(epoch, wait=True)
+
+
+def test_numbers_that_are_none_survive_the_very_first_save(tmp_path: Path) -> None:
+    class Best(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values: dict[str, Any] = {"best": -math.inf, "last": math.nan, "lr": 5e-324, "x": -0.0}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.values
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.values = state
+
+    with make(tmp_path) as buffer:
+        buffer.attach(best=Best())
+        buffer.save(0, wait=True)
+    with make(tmp_path) as again:
+        best = Best()
+        best.values = {}
+        again.attach(best=best)
+        assert again.resume().step == 0
+    assert struct.pack("<4d", *best.values.values()) == struct.pack("<4d", -math.inf, math.nan, 5e-324, -0.0)
+    assert list(best.values) == ["best", "last", "lr", "x"]
 
 
 @pytest.mark.parametrize("new", ["all_time_max", "current_max"])
@@ -213,11 +348,13 @@ def test_saving_again_writes_only_what_is_new(tmp_path: Path) -> None:
     with make(tmp_path, 7) as buffer:
         buffer.extend({"x": np.arange(7 * 131_072, dtype=np.float64).reshape(7, -1)})
         buffer.save(0, wait=True)
+    sizes.append(sum(map(len, tree(tmp_path).values())))
     for life in range(1, 4):
         with make(tmp_path, 7) as buffer:
             buffer.resume()
             assert len(buffer) == 7
             assert contents(buffer)["keys"] == list(range(7))
+            assert contents(buffer)["x"][-1][0] == 6 * 131_072
             buffer.save(life, wait=True)
         sizes.append(sum(map(len, tree(tmp_path).values())))
     assert max(sizes) < 1.05 * min(sizes) < 1.1 * 7 * 2**20

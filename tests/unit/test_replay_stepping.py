@@ -103,14 +103,15 @@ def drive(fake: Fake, buffer: ReplayBuffer, calls: int) -> list[int]:
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("leafwise", [False, True])
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(
     ("mode", "counts"),
     [(NEXT_STEP, [1, 1, 1, 0, 1, 1, 1, 0, 1]), (SAME_STEP, [1] * 9), (DISABLED, [1] * 9)],
 )
-def test_each_mode_stores_the_transitions_that_happened(  # CASES 59
-    mode: AutoresetMode, counts: list[int], end: str, leafwise: bool
+def test_each_mode_stores_the_transitions_that_happened(  # CASES 59, 60
+    mode: AutoresetMode, counts: list[int], end: str, leafwise: bool, share: bool
 ) -> None:
-    buffer = make()
+    buffer = make(share_next_obs=share)
     assert drive(Fake([3], mode, end, leafwise), buffer, 9) == counts
     batch = stored(buffer)
     number = sum(counts)
@@ -121,6 +122,8 @@ def test_each_mode_stores_the_transitions_that_happened(  # CASES 59
     assert batch["terminated"].tolist() == (ends if end != "truncated" else [False] * number)
     assert batch["truncated"].tolist() == (ends if end != "terminated" else [False] * number)
     assert batch["reward"].tolist() == [1.0] * number
+    goes_on = [0.5 if end == "truncated" or not each else 0.0 for each in ends]
+    assert buffer.sample(number, gamma=0.5).discount.tolist() == goes_on
     assert batch.episodes.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2][:number]
     assert batch.places.tolist() == ([0, 1, 2] * 3)[:number]
 

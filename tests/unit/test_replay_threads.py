@@ -85,6 +85,47 @@ def test_one_writer_and_four_readers_see_whole_rows_alone(select: Any) -> None:
     assert ids_of(buffer) == list(range(written - 512, written))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("select", ["uniform", {"select": "prioritized", "alpha": 1.0}, "without_replacement"])
+def test_a_buffer_that_grows_while_it_is_read_gives_whole_rows(select: Any) -> None:
+    """100,000 rows are read, from the first row on to where the buffer is full and goes round."""
+    buffer = ReplayBuffer(20_000, select=select, returns="numpy")
+    done, grown = threading.Event(), threading.Event()
+    buffer.extend(marked(0, 1))
+
+    def write() -> None:
+        first = 1
+        while first < 30_000 or not done.is_set():
+            for count in (1, 50):
+                buffer.extend(marked(first, count))
+                first += count
+            if first >= 30_000:
+                grown.set()
+
+    def read() -> int:
+        rows_read = 0
+        while rows_read < 50_000 or not grown.is_set():
+            try:
+                batch = buffer.sample(100)
+            except Starved:  # no 100 are there yet, without replacement
+                continue
+            assert (batch["a"] == batch["b"]).all()
+            assert (batch["large"] == batch["a"][:, None]).all()
+            assert (batch["a"] == batch.keys).all()
+            rows_read += len(batch)
+        return rows_read
+
+    def readers() -> int:
+        try:
+            return sum(together(read, read))
+        finally:
+            done.set()
+
+    _, rows_read = together(write, readers)
+    assert rows_read >= 100_000
+    assert len(buffer) == 20_000
+
+
 def ids_of(buffer: ReplayBuffer) -> list[int]:
     found: list[int] = buffer.ring.mark("a", buffer.ring.keys()).tolist()
     return found
@@ -127,6 +168,44 @@ def test_after_clear_other_columns_may_come_and_keys_are_not_used_again() -> Non
     buffer.extend(rows(2))
     assert ids(buffer) == [0, 1]
     assert not buffer.ring.alive(keys).any()
+
+
+@pytest.mark.parametrize("storage", ["memory", "shared"])
+@pytest.mark.parametrize("select", ["uniform", "prioritized", "without_replacement"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 700), (0,)])
+def test_a_buffer_that_was_cleared_works_as_a_new_one(shape: tuple[int, ...], select: Any, storage: Any) -> None:
+    buffer, new = (ReplayBuffer(4, select=select, storage=storage, returns="numpy") for _ in range(2))
+    buffer.extend({"x": np.ones((6, 3)), "y": np.ones(6)})
+    buffer.clear()
+    given: dict[str, Any] = {
+        "x": np.arange(5 * int(np.prod(shape))).reshape(5, *shape).astype(np.uint16),
+        "n": np.arange(5),
+    }
+    new.extend(given)
+    buffer.extend(given)
+    for each in (buffer, new):
+        assert each.ring.storage.schema == new.ring.storage.schema
+        batch = each.sample(4)
+        assert batch.columns == ("n", "x")
+        assert (batch["x"].dtype, batch["x"].shape) == (np.uint16, (4, *shape))
+        np.testing.assert_array_equal(batch["x"], given["x"][batch["n"]])
+        assert set(batch["n"]) <= {1, 2, 3, 4}
+        assert each.sample(2, slices=Slices(length=2))["x"].shape == (2, 2, *shape)
+
+
+def test_arrays_that_tell_which_rows_are_meant_are_not_changed() -> None:
+    buffer = ReplayBuffer(4, select="prioritized", returns="numpy")
+    env, ends, keys = np.array([1, 0, 1, 0, 1, 0]), np.array([0, 0, 1, 0, 0, 1], bool), np.array([5, 0, 2, -2])
+    priorities, values, versions = np.array([3.0, 2.0, 1.0]), np.array([7.0, 8.0, 9.0]), np.zeros(3, int)
+    given = [env, ends, keys, priorities, values, versions]
+    before = [each.copy() for each in given]
+    for each in given:
+        each.setflags(write=False)  # and whoever tried to would raise
+    buffer.extend({"x": np.zeros(6), "reward": np.ones(6)}, env=env, ends=ends)
+    buffer.update_priorities(keys[:3], priorities)
+    buffer.write_back(keys[:3], {"x": values}, versions=versions)
+    for each, expected in zip(given, before, strict=True):
+        np.testing.assert_array_equal(each, expected)
 
 
 @pytest.mark.parametrize("select", ["prioritized", "without_replacement"])
