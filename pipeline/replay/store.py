@@ -191,7 +191,7 @@ class ReplayStore:
             generation.writer.abandon()
             # Nothing may be believed that this writer wrote: the next one begins in files of its own.
             self.give_up()
-            if self.kind == REPLAY:  # rows are in memory as well until a generation counts on them
+            if self._kind == REPLAY:  # rows are in memory as well until a generation counts on them
                 self._remove_remains()
             self.log.error(
                 events.GENERATION_FAILED, generation=manifest.generation, step=manifest.step, error=str(error)
