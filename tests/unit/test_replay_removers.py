@@ -443,3 +443,11 @@ def test_every_row_that_is_written_back_goes_by_its_new_value() -> None:
     buffer.write_back(keys[[1, 2]], {"score": np.array([9.0, 8.0])})
     buffer.extend({"n": [5, 6], "score": [6.0, 7.0]})
     assert sorted(buffer.ring.mark("n", buffer.ring.keys()).tolist()) == [1, 2, 5, 6]
+
+
+def test_a_row_that_comes_right_after_another_leaves_that_its_priority() -> None:
+    """Where the lowest priority goes, a new row asks what it is worth, which is when those before it get theirs."""
+    buffer = ReplayBuffer(3, select=Prioritized(alpha=1), remove=Remove(by="lowest_priority"), returns="numpy")
+    for number in range(3):
+        buffer.append({"n": np.array(number)})
+    assert buffer.drawer.mass(buffer.ring.keys()).tolist() == [1.0, 1.0, 1.0]

@@ -116,10 +116,10 @@ class Pool(Ring):
     ) -> int:
         first = self.added
         ends = np.zeros(count, np.uint8) if ends is None else ends
+        values = self._new_values(arrays, count, version) if count else None  # may ask which rows were the last ones
         self._last = np.full(count, -1, np.int64)
         if count == 0:
             return first
-        values = self._new_values(arrays, count, version)
         rows, slots = self._placed(values, first, count)
         if self.before_changing is not None:
             self.before_changing(slots)
