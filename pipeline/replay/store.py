@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from pipeline.buffer.transitions.checked import checksum_of
 from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stored, find_generations, of_kind
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
@@ -269,7 +270,8 @@ class ReplayStore:
         batch = writer.take()
         writer.write(batch)
         writer.done(batch)
-        return Block(piece.first, piece.rows, place.incarnation, place.rank, place.segment, place.offset, place.length)
+        at = (place.incarnation, place.rank, place.segment, place.offset, place.length)
+        return Block(piece.first, piece.rows, *at, checksum_of(piece.blob))
 
     def _remove_remains(self) -> None:
         """Remove the segments that saves of this life wrote before they failed: they would take what a full disk has

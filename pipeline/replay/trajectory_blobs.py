@@ -17,7 +17,7 @@ from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import Damaged
 from pipeline.replay.flattening import TrajectoryInfo
 from pipeline.replay.shelf import Rows
-from pipeline.store.codec import ITEM_KEY, TensorBytes, read_bytes, read_layout
+from pipeline.store.codec import ITEM_KEY, TensorBytes, layout_of_head, read_bytes
 
 _encode_info = msgspec.msgpack.Encoder().encode
 _decode_info = msgspec.msgpack.Decoder(TrajectoryInfo).decode
@@ -94,7 +94,7 @@ class BlobLayout:
         Raises:
             Damaged: it is that of another trajectory, or of none.
         """
-        found, begin = read_layout(head, where), 0
+        found, begin = layout_of_head(head, where), 0
         for column in self.columns:
             end = begin + info.num_samples * column.nbytes
             expected = (stored_name(column), (*info.shape, *column.shape), (begin, end))

@@ -336,7 +336,7 @@ def read_bytes(blob: bytes | memoryview, where: str = "payload") -> dict[str, Te
         raise Damaged(f"{where}: not a safetensors blob ({error})") from None
 
 
-def read_layout(head: bytes, where: str = "payload") -> dict[str, tuple[str, tuple[int, ...], tuple[int, int]]]:
+def layout_of_head(head: bytes, where: str = "payload") -> dict[str, tuple[str, tuple[int, ...], tuple[int, int]]]:
     """Return dtype, shape, and where in the data it begins and ends, of every tensor of a safetensors blob of which
     ``head`` is the part before the data.
 
@@ -347,6 +347,33 @@ def read_layout(head: bytes, where: str = "payload") -> dict[str, tuple[str, tup
         return {name: (each.dtype, each.shape, each.data_offsets) for name, each in _decode_layout(head[8:]).items()}
     except (*_UNREADABLE, RecursionError) as error:
         raise Damaged(f"{where}: not a safetensors blob ({error})") from None
+
+
+class Laid(NamedTuple):
+    """Where a tensor lies in a safetensors blob."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_layout(head: bytes | memoryview, size: int, where: str = "payload") -> dict[str, Laid]:
+    """Return where each tensor of a blob of ``size`` bytes lies, of which ``head`` is the length and the JSON.
+
+    Raises:
+        Damaged: it says what cannot be.
+    """
+    try:
+        found = {}
+        for name, entry in _decode_layout(bytes(head[8:])).items():
+            begin, end = (len(head) + offset for offset in entry.data_offsets)
+            if not len(head) <= begin <= end <= size:
+                raise ValueError(f"a tensor is said to lie at bytes {begin} to {end} of {size}")
+            found[name] = Laid(entry.dtype, entry.shape, begin, end)
+    except (*_UNREADABLE, RecursionError) as error:
+        raise Damaged(f"{where}: not a safetensors blob ({error})") from None
+    return found
 
 
 def _parts(blob: bytes | bytearray | memoryview) -> tuple[dict[str, _Entry], memoryview]:

@@ -81,6 +81,8 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     segment: int
     offset: int
     length: int
+    sums: int = -1
+    """crc32c of the payload's header and of the sums in it, with which parts of it are checked; -1: it has none."""
 
     @classmethod
     def at(cls, first: int, count: int, at: Location) -> Block:

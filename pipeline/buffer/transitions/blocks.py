@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.buffer.transitions.checked import CHUNK, SUMS, sums_of
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import CompressedColumn, fitting
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, VERSION
@@ -55,12 +56,15 @@ def encode_rows(ring: Ring, slots: Slots, count: int, memory: Recycler | None = 
         else:
             parts.append((column.name, stored_name(column), (count, *column.shape), view))
     parts.sort(key=lambda part: -item_bytes(part[1]))
+    data = sum(item_bytes(dtype) * prod(shape) for _, dtype, shape, _ in parts)
+    parts.append((SUMS, "U8", (4 * -(-data // CHUNK),), None))
     head, offsets = blob_head([part[:3] for part in parts])
     blob = (memory or Recycler()).array("block", len(head) + offsets[-1], (), np.dtype(np.uint8))
     blob[: len(head)] = np.frombuffer(head, np.uint8)
-    for (name, _, shape, source), begin, end in zip(parts, offsets, offsets[1:], strict=False):
+    for (name, _, shape, source), begin, end in zip(parts[:-1], offsets, offsets[1:], strict=False):
         part = blob[len(head) + begin : len(head) + end].view(source.dtype).reshape(shape)
         part[...] = source if name.startswith((PACKED, LENGTHS)) else source[slots]
+    blob[len(head) + data :] = sums_of(blob[len(head) : len(head) + data])
     return memoryview(blob.data)
 
 
