@@ -95,8 +95,9 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
         remove: which row goes when a new one comes to a full buffer; by default the oldest. See
             :class:`~pipeline.config.Remove`.
         seed: of every random choice.
-        storage: where rows lie: in the ``memory`` of this process, or in memory that processes of this machine have
-            in common, ``shared`` (Linux): see :meth:`~pipeline.replay.ReplayBuffer.share`.
+        storage: where rows lie: in the ``memory`` of this process; or in memory that processes of this machine have
+            in common, ``shared`` (Linux): see :meth:`~pipeline.replay.ReplayBuffer.share`; or in a file of
+            ``directory``, ``mapped`` (Linux), so that there may be more of them than memory.
         returns: what a batch gives out: ``torch`` tensors or ``numpy`` arrays.
         fields: names of columns.
         share_next_obs: do not store the next observation of a row that is the observation of the next one of its
@@ -112,7 +113,7 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
     limiter: Limiter = Limiter()
     remove: Remove = Remove()
     seed: int = 0
-    storage: Literal["memory", "shared"] = "memory"
+    storage: Literal["memory", "shared", "mapped"] = "memory"
     returns: Literal["torch", "numpy"] = "torch"
     fields: Fields = Fields()
     share_next_obs: bool = False
@@ -161,6 +162,10 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
         self._check_removal()
         if self.storage == "shared":
             self._check_shared()
+        if self.storage == "mapped" and self.directory is None:
+            raise ConfigError.of("storage", "mapped", "rows lie in a file of the run's folder; name it with directory=")
+        if self.storage == "mapped" and self.compress:
+            raise ConfigError.of("compress", self.compress, "rows of any length lie in memory: no storage='mapped'")
 
     def _check_shared(self) -> None:
         """Refuse what processes cannot have in common.

@@ -15,7 +15,7 @@ from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.config import ReplayOptions
-from pipeline.errors import UsageError
+from pipeline.errors import StoreError, UsageError
 from pipeline.replay.arguments import (
     MOST_ENVS,
     MOST_VERSION,
@@ -69,12 +69,20 @@ class AddingVerbs:
     def _schema(self) -> Schema | None:
         return self.ring.storage.schema if self.next_obs is None else self.next_obs.schema
 
-    def _shape(self, schema: Schema) -> None:
+    def _shape(self, schema: Schema, count: int = 0) -> None:
+        """Begin with rows of a schema, of which ``count`` come at once; if there is no room for them, not at all."""
         self.ring.check(schema)
         check_compressed(self.options.compress, schema)
         self.ring.storage.shape(schema if self.next_obs is None else self.next_obs.reduced(schema))
         if self.next_obs is not None:
             self.next_obs.shape(schema)
+        try:
+            self.ring.make_room(count)
+        except StoreError:
+            self.ring.storage.forget()
+            if self.next_obs is not None:
+                self.next_obs.forget()
+            raise
 
     def extend(
         self,
@@ -136,7 +144,7 @@ class AddingVerbs:
             if not self._waited_to_add(count, timeout):
                 break  # else the columns may be others by now
         if self._schema is None:
-            self._shape(schema)
+            self._shape(schema, count)
         if self.next_obs is None:
             first = self.ring.extend(arrays, count, whose, codes, version, mixed=mixed)
         else:
@@ -170,7 +178,7 @@ class AddingVerbs:
             if self._counts.free or not self._waited_to_add(1, timeout):
                 break
         if self._schema is None:
-            self._shape(schema)
+            self._shape(schema, 1)
         if self.next_obs is None:
             key = self.ring.append(arrays, env, end, version)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -117,10 +117,17 @@ class AsyncReplayBuffer(AsyncFolderVerbs):
         work = partial(self.buffer.write_back, keys, columns, **more)
         return await self._do(work, heavy=heavy_keys(keys) or heavy_rows(columns))
 
-    async def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
+    async def resume(
+        self,
+        step: int | None = None,
+        *,
+        continue_episodes: bool = False,
+        verify: Literal["full", "lazy"] = "full",
+    ) -> ReplayResumed:
         """Go on; see :meth:`~pipeline.ReplayBuffer.resume`."""
         self.buffer.listen()
-        return await anyio.to_thread.run_sync(partial(self.buffer.resume, step, continue_episodes=continue_episodes))
+        resume = partial(self.buffer.resume, step, continue_episodes=continue_episodes, verify=verify)
+        return await anyio.to_thread.run_sync(resume)
 
     async def _let_in(self, work: Callable[[], T], *, heavy: bool) -> T:
         """Do ``work`` once the limiter lets it; somebody else may be quicker, and then it waits on."""

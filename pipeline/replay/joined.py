@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from pipeline.buffer.transitions.shared.files import Files
 from pipeline.config import ReplayOptions
@@ -38,6 +38,12 @@ class JoinedReplayBuffer(ReplayBuffer):
         """See :meth:`attach`."""
         self.attach()
 
-    def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> NoReturn:
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        continue_episodes: bool = False,
+        verify: Literal["full", "lazy"] = "full",
+    ) -> NoReturn:
         """See :meth:`attach`."""
         self.attach()

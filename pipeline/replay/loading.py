@@ -18,9 +18,11 @@ from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.errors import Damaged, UsageError
 from pipeline.replay.ahead import ahead
 from pipeline.replay.parts import check_kind
-from pipeline.replay.pooling import read_rows, take_places
+from pipeline.replay.pooling import needed_by, read_rows, take_places
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, decode_state
+from pipeline.replay.unread import UnreadPool, UnreadRows
 from pipeline.store.files import open_plain
+from pipeline.store.held import HeldSegments
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, read_blocks
 from pipeline.wiring.recovery import read_generation
@@ -38,8 +40,11 @@ class Read(NamedTuple):
     ring: Ring
 
 
-def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], like: Ring) -> Read:
-    """Read and check a generation, its rows into a ring of its own, which is like another one.
+def read(
+    layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], like: Ring, *, lazily: bool = False
+) -> Read:
+    """Read and check a generation, its rows into a ring of its own, which is like another one. ``lazily``, of rows only
+    that they are there is checked, and each block is read when it is first wanted.
 
     Raises:
         Damaged: something is missing or was changed; the message names file and byte.
@@ -47,7 +52,7 @@ def read(layout: Layout, run_tag: int, stored: Stored, attached: Sequence[str], 
         ConfigError: the rows do not fit into memory.
     """
     states = read_generation(stored, attached)
-    found = read_state(layout, run_tag, stored, like)
+    found = read_state(layout, run_tag, stored, like, lazily=lazily)
     return Read(stored, found.state, found.unknown, found.blocks, found.values, states, found.ring)
 
 
@@ -61,7 +66,7 @@ class ReadRows(NamedTuple):
     ring: Ring
 
 
-def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring) -> ReadRows:
+def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring, *, lazily: bool = False) -> ReadRows:
     """As :func:`read`, without what was attached; the generation's files were compared with its manifest."""
     path = os.path.join(stored.folder, STATE_FILE)
     with open_plain(path) as file:
@@ -78,19 +83,35 @@ def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring) -> Read
     ring.restore(state.added, state.size, state.cut_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
     blocks = _read_blocks(os.path.join(stored.folder, BLOCKS_FILE), None if ring.scattered else state)
-    reader = PayloadReader(layout, run_tag)
     try:
         if isinstance(ring, Pool):
             take_places(ring, state, values)
-            if state.schema is not None:
-                read_rows(reader, ring, state.schema, blocks, layout)
-        elif state.schema is not None:
-            _read_rows(reader, ring, state.schema, blocks, layout)
         if state.schema is not None:
-            ring.relink()
+            if not lazily:
+                _read_rows(PayloadReader(layout, run_tag), ring, state.schema, blocks, layout)
+                ring.relink()
+            elif ring.size:
+                _leave_rows(layout, run_tag, ring, state.schema, blocks, stored)
     except (LookupError, ValueError) as error:
         raise Damaged(f"{path}: the rows do not fit together ({error})") from None
     return ReadRows(state, unknown, blocks, values, ring)
+
+
+def _leave_rows(
+    layout: Layout, run_tag: int, ring: Ring, schema: Schema, blocks: Sequence[Block], stored: Stored
+) -> None:
+    """Have the rows read when they are wanted; check that their blocks are there."""
+    needed = needed_by(ring, blocks, layout) if isinstance(ring, Pool) else _needed(ring, blocks)
+    held = HeldSegments(layout, run_tag, needed, stored.manifest.segments)
+    ring.begin_unread()
+    if isinstance(ring, Pool):
+        ring.storage.unread = UnreadPool(ring, schema, needed, held)
+    else:
+        ring.storage.unread = UnreadRows(ring, schema, needed, held)
+
+
+def _needed(ring: Ring, blocks: Sequence[Block]) -> list[Block]:
+    return list({block.first: block for block in blocks if block.first + block.count > ring.oldest}.values())
 
 
 def _read_blocks(path: str, state: BufferState | None) -> list[Block]:
@@ -114,7 +135,10 @@ def _read_blocks(path: str, state: BufferState | None) -> list[Block]:
 
 
 def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequence[Block], layout: Layout) -> None:
-    wanted = {block.first: block for block in blocks if block.first + block.count > ring.oldest}
+    if isinstance(ring, Pool):
+        read_rows(reader, ring, schema, blocks, layout)
+        return
+    wanted = {block.first: block for block in _needed(ring, blocks)}
     with contextlib.closing(ahead(reader.each(block.place for block in wanted.values()))) as places:
         for place, found in places:
             if isinstance(found, Damaged):

@@ -49,6 +49,9 @@ def assign_places(pool: Pool, blocks: Sequence[Block]) -> tuple[list[Block], Int
     of = block_of(pool.at[filled], blocks)
     there = np.bincount(of[of >= 0], minlength=len(blocks))
     stays = np.array([2 * there[number] >= block.count for number, block in enumerate(blocks)], bool)
+    unread = pool.storage.unread
+    if unread is not None:  # what was not read is not written again
+        stays |= np.isin([block.first for block in blocks], list(unread.waiting()))
     stays &= there > 0
     written = np.zeros(pool.size, bool)
     written[of >= 0] = stays[of[of >= 0]]
@@ -125,6 +128,19 @@ class PoolJob(JobOfRows):
         self._ready.append(Piece(self._begins[number], len(chunk), blob))
 
 
+def needed_by(pool: Pool, blocks: Sequence[Block], layout: Layout) -> list[Block]:
+    """Return the blocks in which rows lie that are there, in their order.
+
+    Raises:
+        Damaged: one is in no block.
+    """
+    blocks = sorted(blocks, key=lambda block: block.first)
+    of = block_of(pool.at[: pool.size], blocks)
+    if (of < 0).any():
+        raise Damaged(f"{layout.directory}: the generation lists no block of {int((of < 0).sum())} of its rows")
+    return [blocks[number] for number in np.unique(of).tolist()]
+
+
 def read_rows(reader: PayloadReader, pool: Pool, schema: Schema, blocks: Sequence[Block], layout: Layout) -> None:
     """Put the rows into their slots, which :meth:`Pool.take_places` has told.
 
@@ -132,11 +148,9 @@ def read_rows(reader: PayloadReader, pool: Pool, schema: Schema, blocks: Sequenc
         Damaged: one is in no block, or a block cannot be read.
     """
     filled = np.arange(pool.size)
-    blocks = sorted(blocks, key=lambda block: block.first)
+    blocks = needed_by(pool, blocks, layout)
     of = block_of(pool.at[filled], blocks)
-    if (of < 0).any():
-        raise Damaged(f"{layout.directory}: the generation lists no block of {int((of < 0).sum())} of its rows")
-    wanted = {blocks[number].first: number for number in np.unique(of).tolist()}
+    wanted = {block.first: number for number, block in enumerate(blocks)}
     for place, found in reader.each(blocks[number].place for number in wanted.values()):
         if isinstance(found, Damaged):
             raise found

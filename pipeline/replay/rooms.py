@@ -1,9 +1,10 @@
-"""Where a buffer lies: in one process, or in memory that several have in common."""
+"""Where a buffer lies: in one process, in memory that several have in common, or in a file."""
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 from pipeline.buffer.transitions.compressed import CompressingMemory
 from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
+from pipeline.buffer.transitions.mapped import MappedPool, MappedRing, MappedStorage
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.shared.arrays import SharedArrays, arrays_bytes
@@ -35,6 +37,7 @@ from pipeline.replay.job import Job
 from pipeline.replay.shared_job import SharedJob
 from pipeline.replay.state import BufferState
 from pipeline.replay.waking import Waking
+from pipeline.store.scratch import check_possible
 
 
 class Room(Protocol):
@@ -118,6 +121,22 @@ class OwnRoom:
 
     def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
         """Nobody else need know."""
+
+
+class MappedRoom(OwnRoom):
+    """A file in the run's folder, seen as memory; see :mod:`pipeline.buffer.transitions.mapped`."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        """Raises:
+        ConfigError: this system has no such files.
+        """
+        check_possible()
+        super().__init__(options)
+
+    def ring(self) -> Ring:
+        assert self._options.directory is not None
+        remove, storage = self._options.remove, MappedStorage(self._options.capacity, self._options.directory)
+        return MappedRing(storage) if remove.by == "fifo" else MappedPool(storage, remove)
 
 
 class SharedRoom:
@@ -225,9 +244,10 @@ def make_room(options: ReplayOptions) -> Room:
     """Return the room that a buffer's options ask for.
 
     Raises:
-        ConfigError: this system has no shared memory.
+        ConfigError: this system has no such memory.
     """
-    return SharedRoom(options) if options.storage == "shared" else OwnRoom(options)
+    rooms: dict[str, Callable[[ReplayOptions], Room]] = {"shared": SharedRoom, "mapped": MappedRoom}
+    return rooms.get(options.storage, OwnRoom)(options)
 
 
 def of_members(options: ReplayOptions) -> ReplayOptions:

@@ -17,7 +17,7 @@ from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StoreError, UsageError
 from pipeline.replay.arguments import whole
 from pipeline.replay.hindsight import Relabelling
 from pipeline.replay.where import Matching, Where
@@ -98,9 +98,15 @@ class Sampler:
         self._shared = shared
         self._needs: dict[tuple[Slices | None, int], Needs] = {}
 
-    def sample(self, count: int, wanted: Wanted) -> TransitionBatch:
-        """Return a batch; see :meth:`~pipeline.replay.ReplayBuffer.sample`."""
+    def sample(self, count: int, wanted: Wanted, *, reading: bool = False) -> TransitionBatch:
+        """Return a batch; see :meth:`~pipeline.replay.ReplayBuffer.sample`.
+
+        Raises:
+            StoreError: rows lie on the disk alone, and cannot be read; nothing was drawn.
+        """
         ring = self._ring
+        if ring.storage.unread is not None and not reading:
+            return self._sample_and_read(count, wanted)
         if wanted is _PLAIN:
             keys = self._drawer.draw(self._rng, count)
             rows = ring.storage.gather(ring.slots(keys))
@@ -116,6 +122,15 @@ class Sampler:
         if wanted.slices is not None:
             return self._slices(keys, weights, wanted, wanted.slices)
         return self._rows(keys, weights, wanted)
+
+    def _sample_and_read(self, count: int, wanted: Wanted) -> TransitionBatch:
+        before, random = self._drawer.before(), self._rng.bit_generator.state
+        try:
+            return self.sample(count, wanted, reading=True)
+        except (StoreError, UsageError):
+            self._drawer.undo(before)
+            self._rng.bit_generator.state = random
+            raise
 
     def check(self, wanted: Wanted) -> None:
         """Refuse what can never be had, before anything is drawn.

@@ -282,6 +282,8 @@ class Saver(SaverOf[Parts, Read]):
         super().__init__(ReplayStore(options, files) if options.directory is not None else None, room.gate)
         self._options, self._room = options, room
         self.stale_updates = 0
+        self.lazily = False
+        """Whether the next :meth:`find` leaves rows where they lie."""
 
     def _job(self, parts: Parts) -> SaveJob:
         """Capture everything as of now; the caller has the buffer's lock."""
@@ -299,7 +301,10 @@ class Saver(SaverOf[Parts, Read]):
         where many small blocks had better be one."""
         assert self.store is not None
         blocks = self.store.blocks
-        begin = merged_from(blocks, rows_of_block(ring))
+        unread = ring.storage.unread
+        waiting = frozenset() if unread is None else unread.waiting()  # what was not read is not written again
+        read = max((number + 1 for number, block in enumerate(blocks) if block.first in waiting), default=0)
+        begin = read + merged_from(blocks[read:], rows_of_block(ring))
         if begin < len(blocks):
             return max(blocks[begin].first, ring.oldest)
         return max(blocks[-1].first + blocks[-1].count if blocks else 0, ring.oldest)
@@ -314,7 +319,8 @@ class Saver(SaverOf[Parts, Read]):
     def _read(self, stored: Stored, like: Any) -> Read:
         store = self.store
         assert store is not None
-        found = read(store.folder.layout, store.folder.tag, stored, list(self.attached), like)
+        attached = list(self.attached)
+        found = read(store.folder.layout, store.folder.tag, stored, attached, like, lazily=self.lazily)
         check_sharing(found.state, self._options, stored.folder)
         if found.state.schema is not None:
             check_compressed(self._options.compress, found.state.schema)
@@ -334,3 +340,5 @@ class Saver(SaverOf[Parts, Read]):
             store.log.warning(events.TASK_CHANGED, what="select", before=state.selection, now=own)
         self.stale_updates = state.stale_updates
         self.adopt(found)
+        if parts.ring.storage.unread is not None:
+            store.leave_unread(found.stored)

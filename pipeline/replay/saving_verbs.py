@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,7 +45,13 @@ class SavingVerbs(FolderVerbs):
     def _use(self, parts: Parts) -> None:
         raise NotImplementedError
 
-    def resume(self, step: int | None = None, *, continue_episodes: bool = False) -> ReplayResumed:
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        continue_episodes: bool = False,
+        verify: Literal["full", "lazy"] = "full",
+    ) -> ReplayResumed:
         """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
 
         Everything is checked before anything is changed. What is attached is loaded in place. Rows that were added
@@ -55,17 +61,24 @@ class SavingVerbs(FolderVerbs):
             step: the trainer's step.
             continue_episodes: whether the next rows go on with the episodes that were open. By default these are ended
                 where they were, as environments begin anew in a new process.
+            verify: ``lazy`` reads no rows now: it checks that their blocks are there, of the sizes and with the headers
+                that they had, and returns. A block is read, and its checksum compared, when one of its rows is first
+                wanted; what needs no more than lengths and ends of episodes reads those alone. A verb that meets
+                a damaged block raises Damaged and changes nothing; so it does again.
 
         Raises:
+            ConfigError: ``verify`` is something else, or ``lazy`` for a buffer that processes share.
             UsageError: there is no directory, or rows were added before, or other things are attached; or the options
                 name signals, and this is not the main thread.
             Damaged: the generation cannot be read. The message says which one can.
             Locked: another process writes there.
         """
         self._usable()
+        lazily = self._lazily(verify)
         with self._saver.lock:
             with self.gate.lock:
                 self._room.replacing()
+                self._saver.lazily = lazily
                 found = self._saver.find(step, self.ring)
                 self.listen()
                 parts = self._own
@@ -84,6 +97,17 @@ class SavingVerbs(FolderVerbs):
         self.gate.changed()
         return resumed
 
+    def _lazily(self, verify: str) -> bool:
+        if verify not in ("full", "lazy"):
+            raise ConfigError.of("verify", verify, "'full' or 'lazy' is needed")
+        if verify == "lazy" and self.options.storage == "shared":
+            raise ConfigError.of(
+                "verify", verify, "with storage='shared' other processes could not bring rows in; use verify='full'"
+            )
+        if verify == "lazy" and self.options.compress:
+            raise ConfigError.of("verify", verify, "compressed rows are read whole; use verify='full'")
+        return verify == "lazy"
+
     # -- in memory ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,6 +115,8 @@ class SavingVerbs(FolderVerbs):
         :meth:`save` does not."""
         with self.gate.lock:
             self._usable()
+            if self.ring.storage.unread is not None:
+                self.ring.storage.unread.all()
             state = state_of(self._own, self.options, self._saver.stale_updates)
             slots = self.ring.slots(self.ring.keys())
             layout = self.ring.storage.layout

@@ -177,6 +177,10 @@ class ReplayStore:
         """Go on from a generation."""
         self.parent, self.blocks = stored.manifest.generation, blocks
 
+    def leave_unread(self, stored: Stored) -> None:
+        """Take in that payloads of a generation were not read: the next saves read nothing either."""
+        self._dead.promise(stored.manifest.segments)
+
     def commit(self, generation: Generation, job: SaveJob, unknown: dict[str, Any]) -> Stored:
         """Write the rows that are new, and commit.
 

@@ -28,6 +28,8 @@ from pipeline.store.frames import FORMAT_VERSION
 RUN_FILE = "run.json"
 KIND = "forebay run"
 LOCK_FILE = "lock"
+SCRATCH = "scratch-"
+"""What the names of files begin with that are memory, and have a name for a moment alone."""
 # No longer number than a frame's header has room for is one of ours.
 _JOURNAL = re.compile(r"(\d{1,9})-(\d{1,9})\.fbj")
 _SEGMENT = re.compile(r"(\d{1,9})-(\d{1,9})-(\d{1,18})\.fbs")
@@ -102,6 +104,10 @@ class Layout:
         """Return the names of every segment file, oldest first."""
         return sorted(filter(_SEGMENT.fullmatch, _listdir(self.segments)), key=segment_key)
 
+    def list_scratch(self) -> list[str]:
+        """Return the names of files that a killed process had for its memory, and could not take the name from."""
+        return [name for name in _listdir(self.directory) if name.startswith(SCRATCH)]
+
     def read_run(self) -> RunFile | None:
         """Return the run's marker, or None if the folder is absent or empty.
 
@@ -140,7 +146,7 @@ class Layout:
             for folder in (self.journals, self.segments, self.generations)
             if os.path.isdir(folder) and not os.listdir(folder)
         }
-        foreign = sorted(set(_listdir(self.directory)) - leftovers - empty)
+        foreign = sorted(set(_listdir(self.directory)) - leftovers - empty - set(self.list_scratch()))
         if foreign:
             shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise NotARun(

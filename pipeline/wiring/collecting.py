@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -40,6 +40,11 @@ class DeadSegments:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._bytes: dict[SegmentKey, int] = {}  # nobody writes them any more
+
+    def promise(self, infos: Iterable[SegmentInfo]) -> None:
+        """Take a generation's word for how far its segments are whole: nothing beyond that is counted on."""
+        for info in infos:
+            self._bytes.setdefault(segment_key(info.name), info.bytes)
 
     def path(self, key: SegmentKey) -> str:
         """Return the path of a segment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from pipeline.checkpoint.generations import find_generations, next_number
@@ -77,6 +78,9 @@ class RunFolder:
         self._lock.release()
 
     def _look(self) -> None:
+        for name in self.layout.list_scratch():  # of a process that was killed
+            with contextlib.suppress(FileNotFoundError):
+                self.files.unlink(os.path.join(self.layout.directory, name))
         run = self.layout.read_run() or self.layout.create_run(self.files)
         self.run_id, self.tag = run.run_id, run.tag
         for folder in (self.layout.journals, self.layout.segments, self.layout.generations):

@@ -32,8 +32,8 @@ VERBS = st.one_of(
 class Both:
     """The buffer and the model of it, which are told the same."""
 
-    def __init__(self, capacity: int) -> None:
-        self.buffer = ReplayBuffer(capacity, select="fifo", returns="numpy")
+    def __init__(self, capacity: int, **options: Any) -> None:
+        self.buffer = ReplayBuffer(capacity, select="fifo", returns="numpy", **options)
         self.model = Model(capacity)
 
     def do(self, verb: str, *arguments: Any) -> None:
@@ -155,7 +155,19 @@ class Both:
             assert batch["obs"].tolist() == [model.frames(row, stack) for row in starts]
             assert batch["next_obs"].tolist() == [model.next_frames(last, stack) for last in lasts]
 
+    def check(self, length: int, n: int, gamma: float) -> None:
+        self.check_rows()
+        self.check_chains(length)
+        self.check_returns(n, gamma, stack=1)
+        self.check_returns(n, gamma, stack=min(length, 3))
+        self.check_slices(Slices(length=length))
+        self.check_slices(Slices(length=length, pad=True))
+        self.check_slices(Slices(length=length, start="first"))
+        self.check_slices(Slices(length=length, ended=True, pad=True))
+        self.check_slices(Slices(length=2, burn_in=1, bootstrap=1, dilation=2, pad=length > 3))
 
+
+@pytest.mark.parametrize("storage", ["memory", "mapped"])
 @settings(max_examples=300 * SOAK)
 @given(
     st.integers(1, 8),
@@ -165,20 +177,23 @@ class Both:
     st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_a_buffer_is_a_list_of_the_newest_rows(
-    capacity: int, verbs: list[tuple[Any, ...]], length: int, n: int, gamma: float
+    tmp_path_factory: pytest.TempPathFactory,
+    storage: str,
+    capacity: int,
+    verbs: list[tuple[Any, ...]],
+    length: int,
+    n: int,
+    gamma: float,
 ) -> None:
-    both = Both(capacity)
+    both = Both(capacity, **in_file(storage, tmp_path_factory))
     for verb in verbs:
         both.do(*verb)
-        both.check_rows()
-        both.check_chains(length)
-        both.check_returns(n, gamma, stack=1)
-        both.check_returns(n, gamma, stack=min(length, 3))
-        both.check_slices(Slices(length=length))
-        both.check_slices(Slices(length=length, pad=True))
-        both.check_slices(Slices(length=length, start="first"))
-        both.check_slices(Slices(length=length, ended=True, pad=True))
-        both.check_slices(Slices(length=2, burn_in=1, bootstrap=1, dilation=2, pad=length > 3))
+        both.check(length, n, gamma)
+
+
+def in_file(storage: str, factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The options for a storage; a folder is used by one buffer after the other, which save nothing."""
+    return {"storage": storage} | ({"directory": factory.getbasetemp()} if storage == "mapped" else {})
 
 
 PRIORITIES = st.sampled_from([0.0, 1e-300, 1e-6, 0.5, 1.0, 3.0, 1e6])
@@ -217,14 +232,18 @@ class Leaves:
         self.oldest, self.of = self.added, [0.0] * self.capacity
 
 
+@pytest.mark.parametrize("storage", ["memory", "mapped"])
 @settings(max_examples=150 * SOAK)
 @given(
     st.sampled_from([1, 2, 3, 8, 33, 70]),
     st.sampled_from(["current_max", "all_time_max", 0.25]),
     st.lists(CHANGES, max_size=12),
 )
-def test_priorities_are_a_list_by_slot(capacity: int, new: Any, changes: list[Any]) -> None:
-    buffer = ReplayBuffer(capacity, select=Prioritized(alpha=1.0, beta=1.0, new=new), returns="numpy")
+def test_priorities_are_a_list_by_slot(
+    tmp_path_factory: pytest.TempPathFactory, storage: str, capacity: int, new: Any, changes: list[Any]
+) -> None:
+    select, options = Prioritized(alpha=1.0, beta=1.0, new=new), in_file(storage, tmp_path_factory)
+    buffer = ReplayBuffer(capacity, select=select, returns="numpy", **options)
     leaves = Leaves(capacity, new)
     for change in changes:
         if isinstance(change, int):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline import Prioritized, Remove, ReplayBuffer
 from pipeline.buffer.transitions import pool
 from tests.properties.conftest import SOAK
+from tests.properties.test_replay_model import in_file
 
 VALUES = st.one_of(st.integers(-3, 3), st.just(float("nan")), st.just(float("inf")), st.just(-float("inf")))
 NEW = st.tuples(VALUES, st.integers(0, 3))
@@ -46,14 +47,15 @@ class Row:
 class Both:
     """The buffer and a list, which are told the same."""
 
-    def __init__(self, capacity: int, remove: Remove) -> None:
-        self.capacity, self.remove = capacity, remove
+    def __init__(self, capacity: int, remove: Remove, options: dict[str, Any] | None = None) -> None:
+        self.capacity, self.remove, self.options = capacity, remove, options or {}
         self.buffer = self.make()
         self.rows: list[Row] = []
         self.not_kept = 0
 
     def make(self) -> ReplayBuffer:
-        return ReplayBuffer(self.capacity, select=Prioritized(alpha=1), remove=self.remove, returns="numpy")
+        select = Prioritized(alpha=1)
+        return ReplayBuffer(self.capacity, select=select, remove=self.remove, returns="numpy", **self.options)
 
     @property
     def there(self) -> list[Row]:
@@ -137,14 +139,20 @@ class Both:
             }
 
 
+@pytest.mark.parametrize("storage", ["memory", "mapped"])
 @pytest.mark.parametrize("one_by_one", [0, 512])
 @pytest.mark.parametrize("remove", REMOVERS, ids=lambda remove: remove.by)
 @settings(max_examples=60 * SOAK, deadline=None)
 @given(st.integers(1, 7), st.lists(VERBS, max_size=12))
 def test_the_rows_that_stay_are_those_of_a_list(
-    remove: Remove, one_by_one: int, capacity: int, verbs: list[tuple[Any, ...]]
+    tmp_path_factory: pytest.TempPathFactory,
+    remove: Remove,
+    one_by_one: int,
+    storage: str,
+    capacity: int,
+    verbs: list[tuple[Any, ...]],
 ) -> None:
-    both = Both(capacity, remove)
+    both = Both(capacity, remove, in_file(storage, tmp_path_factory))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "_ONE_BY_ONE", one_by_one)
         for verb, *arguments in verbs:

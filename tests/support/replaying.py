@@ -127,3 +127,27 @@ def draw_again(pipe: Any, directory: str, options: dict[str, Any]) -> None:
             int(key): float(each) for batch in batches for key, each in zip(batch.keys, batch.weights, strict=True)
         }
         pipe.send(((mass / mass.sum()).tolist(), [batch.keys.tolist() for batch in batches], weights))
+
+
+def run_lazily(pipe: Any, directory: str, storage: str) -> None:
+    """A trainer's process that resumes lazily, samples, adds rows, and saves now and then."""
+    buffer = ReplayBuffer(200, directory=directory, storage=storage, seed=4, keep=2)
+    step = buffer.resume(verify="lazy").step
+    pipe.send(("resumed", step))
+    while True:
+        step += 1
+        buffer.extend(rows(20 * step, 20), version=step)
+        batch = buffer.sample(4)
+        assert (batch["next_obs"]["n"] == batch["obs"]["n"] + 1).all()
+        buffer.write_back(batch.keys, {"reward": batch["reward"]})
+        if step % 3 == 0:
+            buffer.save(step, wait=True)
+            pipe.send(("committed", step))
+
+
+def hold_rows(pipe: Any, directory: str) -> None:
+    """A process whose rows lie in a file."""
+    buffer = ReplayBuffer(200, directory=directory, storage="mapped")
+    fill(buffer, 0, 300)
+    pipe.send(("there", len(buffer)))
+    time.sleep(60)

@@ -16,7 +16,7 @@ import torch
 
 from pipeline.buffer.transitions.checked import CHUNK, SUMS, sums_of
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
-from pipeline.buffer.transitions.compressed import CompressedColumn, fitting
+from pipeline.buffer.transitions.compressed import LENGTHS, PACKED, CompressedColumn, fitting
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
@@ -25,8 +25,6 @@ from pipeline.errors import Damaged
 from pipeline.store.codec import TensorBytes, dtype_name, item_bytes, read_bytes
 
 KEPT_MARKS = (EPISODE, PLACE, BEHIND, VERSION, END)
-PACKED, LENGTHS = "#zlib.", "#lengths."
-"""What stands before a column's name where its rows are compressed."""
 BLOCK_BYTES = 4 << 20
 """About how large a block is: what one copy under the buffer's lock takes a few milliseconds for."""
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays
-from pipeline.errors import Damaged
+from pipeline.buffer.transitions.compressed import PACKED
+from pipeline.errors import Damaged, UsageError
 from pipeline.store.blocks import crc32c, crc32c_more
 from pipeline.store.codec import Laid, read_layout
 
@@ -99,6 +100,7 @@ class CheckedBlock:
 
         Raises:
             Damaged: a column is not there, or not as it should be.
+            UsageError: its rows are compressed.
         """
         found = []
         for name in names:
@@ -116,6 +118,10 @@ class CheckedBlock:
             laid = self._laid.get(name)
             bits, shape = self._columns[name]
             width = bits.itemsize * prod(shape)
+            if laid is None and PACKED + name in self._laid:
+                raise UsageError(
+                    f"column {name!r}: its rows were saved with compress=, and are read whole; resume(verify='full')"
+                )
             if laid is None or laid.shape != (self._count, *shape) or laid.end - laid.begin != self._count * width:
                 raise self._damaged(0)
             known = self._known[name] = (laid.begin - self._begin, width)

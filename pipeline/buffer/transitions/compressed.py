@@ -18,6 +18,9 @@ from pipeline.errors import ConfigError
 
 _LEVEL = 1  # of zlib: the higher ones take several times as long for a few percent
 
+PACKED, LENGTHS = "#zlib.", "#lengths."
+"""What stands before a column's name where its rows are compressed."""
+
 
 class CompressedColumn:
     """``capacity`` rows of one shape and dtype."""

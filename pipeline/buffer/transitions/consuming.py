@@ -59,6 +59,13 @@ class ConsumingDrawer(Drawer):
         listed = self._window is not None or self._tree.total < 8 * count  # then trying may not find enough
         return max(count, self.ring.size) if listed else count + self.ring.added - self._pending
 
+    def before(self) -> Any:
+        self._uses.begin()
+
+    def undo(self, before: Any) -> None:
+        self._uses.give_back()
+        self._mark(self._uses.taken)
+
     def _any(self, rng: np.random.Generator, count: int) -> Ints:
         if self._window is not None:
             first, end = self._window.bounds()

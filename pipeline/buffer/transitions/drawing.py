@@ -77,6 +77,13 @@ class Drawer:
             keys[wrong] = self._of(rng, len(wrong), starts.all())
         return keys
 
+    def before(self) -> Any:
+        """Return what :meth:`undo` takes to undo the next :meth:`draw`, but for the generator's part."""
+        return None
+
+    def undo(self, before: Any) -> None:
+        """Undo the last :meth:`draw`: its rows could not be had."""
+
     def _any(self, rng: np.random.Generator, count: int) -> Ints:
         raise NotImplementedError
 
@@ -241,6 +248,15 @@ class OrderedDrawer(Drawer):
     def looks_at(self, count: int) -> int:
         listed = self.ring.scattered or self._options.by not in ("fifo", "lifo")
         return max(count, self.ring.size) if listed or self._uses is not None else count
+
+    def before(self) -> Any:
+        if self._uses is not None:
+            self._uses.begin()
+
+    def undo(self, before: Any) -> None:
+        if self._uses is not None:
+            self._uses.give_back()
+            self._used_up = 0
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {} if self._uses is None else {"used": self._uses.values()}

@@ -39,16 +39,29 @@ class EpochDrawer(Drawer):
     def draw(self, rng: np.random.Generator, count: int, starts: Starts | None = None) -> Ints:
         if count > self.ring.size and self.last != "keep":
             raise self._starved(count)
-        before = (self.epoch, self.cursor, self.skipped, self._base, self._order)
+        before = self.before()
         try:
             keys = self._draw(count, starts)
-        except Starved:
-            self.epoch, self.cursor, self.skipped, self._base, self._order = before
+        except BaseException:  # a condition may raise anything
+            self._go_back(before)
             raise
         self._publish()
         if self._uses is not None:
             self._uses.take(keys)
         return keys
+
+    def before(self) -> tuple[int, int, int, int, Ints]:
+        if self._uses is not None:
+            self._uses.begin()
+        return self.epoch, self.cursor, self.skipped, self._base, self._order
+
+    def undo(self, before: tuple[int, int, int, int, Ints]) -> None:
+        self._go_back(before)
+        if self._uses is not None:
+            self._uses.give_back()
+
+    def _go_back(self, before: tuple[int, int, int, int, Ints]) -> None:
+        self.epoch, self.cursor, self.skipped, self._base, self._order = before
 
     def _draw(self, count: int, starts: Starts | None) -> Ints:
         drawn: list[Ints] = []

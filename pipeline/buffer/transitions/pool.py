@@ -54,7 +54,7 @@ class Pool(Ring):
     def like(self, schema: Schema | None) -> Pool:
         if schema is not None:
             self.check(schema)
-        return Pool(self.storage.like(schema), self.remove)
+        return type(self)(self.storage.like(schema), self.remove)
 
     @property
     def oldest(self) -> int:
@@ -210,7 +210,9 @@ class Pool(Ring):
         by = self.remove.by
         if by == "lifo" or self.storage.schema is None:
             return
-        held = np.empty(0)
+        held, unread = np.empty(0), self.storage.unread
+        if unread is not None and by in ("min", "max", "stalest"):
+            unread.need(self.remove.field or VERSION, np.arange(self.size))
         if by in ("min", "max"):
             held = self._ordered(self.storage.view(self.remove.field)[: self.size])
         elif by == "stalest":
@@ -296,6 +298,13 @@ class Pool(Ring):
     def restore(self, added: int, size: int, cuts: list[int]) -> None:
         self._recent = Recent()
         self.added, self.size, self.cut_keys = added, size, list(cuts)
+
+    def begin_unread(self) -> None:
+        self.episodes.lengths.start(self.episodes.next, self.episodes.next)
+        self.episodes.note_open()
+
+    def link_all(self) -> None:
+        """No row knows what follows it."""
 
     def relink(self) -> None:
         slots = np.arange(self.size)

@@ -127,6 +127,12 @@ class PriorityDrawer(Drawer):
         self.batches += 1
         return keys
 
+    def before(self) -> int:
+        return self.batches
+
+    def undo(self, before: int) -> None:
+        self.batches = before
+
     def _any(self, rng: np.random.Generator, count: int) -> Ints:
         total = self.tree.total
         if not total > 0:

@@ -18,6 +18,8 @@ from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config.replay import MOST_ROWS
 
 Ints = np.ndarray
+_AT_ONCE = 1 << 20
+"""Rows that are linked at a time."""
 
 
 class Ring:
@@ -59,13 +61,20 @@ class Ring:
         Raises:
             ConfigError: they do not fit into memory, or cannot be ordered as they would have to be.
         """
-        return Ring(self.storage.like(schema))
+        return type(self)(self.storage.like(schema))
 
     def check(self, schema: Schema) -> None:
         """Refuse columns that rows cannot be ordered by.
 
         Raises:
             ConfigError: there are such.
+        """
+
+    def make_room(self, count: int) -> None:
+        """See to it that ``count`` more rows can be written, where that may fail.
+
+        Raises:
+            StoreError: they cannot be.
         """
 
     @property
@@ -126,9 +135,17 @@ class Ring:
         return there
 
     def mark(self, name: str, keys: Ints) -> Ints:
-        """Return a mark of rows that are there."""
-        marks: Ints = self.storage.view(name)[self.slots(keys)]
+        """Return a mark, or a column, of rows that are there."""
+        slots, storage = self.slots(keys), self.storage
+        if storage.unread is not None:
+            storage.unread.need(name, slots)
+        marks: Ints = storage.view(name)[slots]
         return marks
+
+    def know_marks(self) -> None:
+        """Bring in the marks of rows that lie on the disk alone: lengths of episodes follow from them."""
+        if self.storage.unread is not None:
+            self.storage.unread.marks()
 
     def about_to_change(self, keys: Ints) -> None:
         """Take in that rows are about to be changed; a generation that is being written copies them."""
@@ -268,6 +285,9 @@ class Ring:
     def _trim(self) -> None:
         """Forget episodes of which no row is left, once they are more than half of those remembered: as many have to
         begin before it is done again."""
+        unread = self.storage.unread
+        if unread is not None and not unread.marks_known:
+            return  # reading may fail, and rows were added
         if self.size and self.episodes.held > 2 * self.size + 1024:
             self.episodes.trim(self.size, self.mark(EPISODE, self.keys()))
 
@@ -334,6 +354,26 @@ class Ring:
         self._start_lengths()
         self.episodes.note_open()
 
+    def begin_unread(self) -> None:
+        """In place of :meth:`link_back` and :meth:`relink`, where no mark is there yet."""
+        self._irregular = self.added  # nothing is said of older rows
+        self._start_lengths()
+        self.episodes.note_open()
+
+    def link_all(self) -> None:
+        """Find out again what follows what, of all rows: their marks are there by now."""
+        lengths = self.episodes.lengths  # first, as it takes in what is not settled
+        lengths.start(max(0, self.episodes.next - self.size), self.episodes.next)
+        self._stride, self._irregular = 1, 0
+        first = self.oldest
+        while first < self.added:
+            begin = first % self.capacity
+            count = min(self.added - first, self.capacity - begin, _AT_ONCE)
+            slots = slice(begin, begin + count)
+            self.link_back(first, *(self.storage.view(name)[slots] for name in (BEHIND, EPISODE, PLACE)))
+            first += count
+        self.episodes.note_open()
+
     def _start_lengths(self) -> None:
         if not self.episodes.held:
             self.episodes.lengths.start(max(0, self.episodes.next - self.size), self.episodes.next)
@@ -354,6 +394,7 @@ class Ring:
     def begin_of_newest(self, episodes: int) -> int:
         """Return the key of the first row, which may be gone, of the oldest of the newest so many episodes that have
         rows there; there are some."""
+        self.know_marks()
         lengths = self.episodes.lengths
         firsts = lengths.first(lengths.numbers())
         begun = firsts[firsts >= self.oldest]  # the first row is there, so the episode has rows
@@ -364,6 +405,7 @@ class Ring:
 
     def begun(self) -> list[list[int]]:
         """Return [number, key of the first row] of every episode whose first row is gone, and that may have others."""
+        self.know_marks()
         there = self.mark(EPISODE, self.keys()) if self.size else np.empty(0, np.int64)
         # One that is open may go on, though none of its rows is left.
         episodes = np.union1d(there, self.episodes.open())
@@ -377,6 +419,8 @@ class Ring:
 
     def take_begun(self, begun: Sequence[Sequence[int]]) -> None:
         """Take back what :meth:`begun` gave, after the rows."""
+        if begun:
+            self.know_marks()  # else they would be found out again later
         lengths = self.episodes.lengths
         for episode, first in begun:
             if lengths.knows(episode):

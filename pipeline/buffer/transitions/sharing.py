@@ -219,7 +219,7 @@ class SharedNextObs:
         slots = ring.slots(keys)
         places = self._place[slots]
         own = np.flatnonzero(places)
-        after = keys + ring.storage.view(AHEAD)[slots]
+        after = keys + ring.mark(AHEAD, keys)
         rows = ring.storage.gather(ring.slots(after), {self._of[name] for name in names})
         found: Arrays = {}
         for name in names:

@@ -13,6 +13,7 @@ from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, SERIAL, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
 from pipeline.buffer.transitions.recycling import Recycler
+from pipeline.buffer.transitions.unread import Unread
 
 Slots = slice | np.ndarray
 _PACKED = struct.Struct("<qiiiiIB")  # MARKS
@@ -37,7 +38,10 @@ class TransitionStorage:
         """[capacity]: the packed record of each slot: marks and small columns."""
         self.large: dict[str, np.ndarray] = {}
         """[capacity, ...] each: the large columns."""
+        self.unread: Unread | None = None
+        """What brings in rows that lie on the disk alone, if there are such."""
         self._memory: Memory = memory or ProcessMemory()
+        self._step = MARK_BYTES  # from one slot's marks to the next one's
         self._views: dict[str, np.ndarray] = {}
         self._bytes = memoryview(b"")
         self._plain = np.empty(0, f"V{MARK_BYTES}")  # the marks of each slot, without fields
@@ -57,14 +61,18 @@ class TransitionStorage:
         self.large = {
             each.name: self._memory.array(each.name, (self.capacity, *each.shape), each.bits) for each in layout.large
         }
-        self.layout, self.schema = layout, schema
-        self._views = {name: self.records[name] for name in layout.record.names or ()} | self.large
-        self._bytes = memoryview(self.records.view(np.uint8).data)
-        self._plain = self.records.getfield(self._plain.dtype)
+        self._use(layout, self.records, {name: self.records[name] for name in layout.record.names or ()})
+
+    def _use(self, layout: RowLayout, marks: np.ndarray, small: Arrays) -> None:
+        """Begin with memory that was taken: ``marks`` [capacity] begin with those of each slot."""
+        self.layout, self.schema = layout, layout.schema
+        self._views = small | self.large
+        self._bytes, self._step = memoryview(marks.view(np.uint8).data), marks.itemsize
+        self._plain = marks.getfield(self._plain.dtype)
 
     def forget(self) -> None:
         """Give the memory back, and forget the schema."""
-        self.layout = self.schema = None
+        self.layout = self.schema = self.unread = None
         self.records, self.large, self._views = np.empty(0, MARKS), {}, {}
         self._bytes, self._plain = memoryview(b""), self._plain[:0].copy()
 
@@ -109,7 +117,7 @@ class TransitionStorage:
 
     def mark(self, slot: int, *marks: int) -> None:
         """Write the marks of one slot, in the order of :data:`MARKS`."""
-        _PACKED.pack_into(self._bytes, slot * self.records.itemsize, *marks)
+        _PACKED.pack_into(self._bytes, slot * self._step, *marks)
 
     def mark_serials(self, slots: slice, key: int) -> None:
         """Write the serials of rows whose keys follow each other from ``key`` on."""
@@ -117,8 +125,14 @@ class TransitionStorage:
         self._views[SERIAL][slots] = (np.arange(count) + (key & 0xFFFFFFFF)).astype(np.uint32)
 
     def gather(self, slots: np.ndarray, names: Iterable[str] | None = None) -> Gathered:
-        """Copy rows out: of ``slots`` [...] all columns, or those of ``names``, and the marks."""
+        """Copy rows out: of ``slots`` [...] all columns, or those of ``names``, and the marks.
+
+        Raises:
+            StoreError: some lie on the disk alone, and cannot be read.
+        """
         assert self.layout is not None
+        if self.unread is not None:
+            self.unread.rows(slots.reshape(-1))
         layout = self.layout
         flat = slots if slots.ndim == 1 else slots.reshape(-1)
         records = self._recycler.array("records", flat.size, (), layout.record)

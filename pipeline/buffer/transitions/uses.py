@@ -15,6 +15,8 @@ class Uses:
     def __init__(self, ring: Ring, most: int) -> None:
         self.ring, self.most = ring, most
         self._counts = ring.array("uses", np.uint32)
+        self.taken = np.empty(0, np.int64)
+        """The keys of the last :meth:`take`."""
 
     def added(self, first: int, count: int) -> None:
         """Take in that rows were added."""
@@ -34,6 +36,17 @@ class Uses:
         slots = self.ring.slots(keys)
         self.ring.changing("uses", slots)
         np.add.at(self._counts, slots, np.uint32(1))
+        self.taken = keys
+
+    def begin(self) -> None:
+        """Let :meth:`give_back` mean what is taken from now on."""
+        self.taken = np.empty(0, np.int64)
+
+    def give_back(self) -> None:
+        """Undo the last :meth:`take`."""
+        slots = self.ring.slots(self.taken)
+        self.ring.changing("uses", slots)
+        np.subtract.at(self._counts, slots, np.uint32(1))
 
     def values(self) -> Ints:
         """Return how often each row was drawn, oldest first: [size] uint32."""

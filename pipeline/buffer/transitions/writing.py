@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Arrays
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.storage import Slots
 
 Ints = np.ndarray
 
@@ -34,11 +34,15 @@ class Written:
         """
         if not len(keys):
             return
+        unread = self._ring.storage.unread
+        if unread is not None:
+            unread.rows(self._ring.slots(keys))
+        self._put(keys, arrays)
+
+    def _put(self, keys: Ints, arrays: Mapping[str, np.ndarray]) -> None:
         ring = self._ring
         ring.about_to_change(keys)  # a generation that is being written wants them as they were
-        slots = ring.slots(keys)
-        for name, array in arrays.items():
-            ring.storage.view(name)[slots] = array
+        ring.storage.write(ring.slots(keys), arrays)
         ring.changed(keys, tuple(arrays))
         self._note(keys[ring.serials(keys) < self.captured], arrays)
 
@@ -70,6 +74,11 @@ class Written:
                 found.append((name, keys, self._ring.storage.view(name)[self._ring.slots(keys)]))
         return found
 
+    def among(self, slots: Slots, keys: Ints) -> list[tuple[str, Ints]]:
+        """Return (column, which [m]) of the rows in ``slots`` [n], whose keys are given: those that were changed."""
+        found = [(name, np.flatnonzero(self._marks(name)[slots] == keys + 1)) for name in self._names()]
+        return [(name, which) for name, which in found if len(which)]
+
     def columns(self) -> list[str]:
         """Return the columns of :meth:`state`."""
         return [name for name in self._names() if len(self._keys(name))]
@@ -78,10 +87,12 @@ class Written:
         """Take back what :meth:`state` gave, after the ring took back its rows."""
         self.clear()
         self.captured = self._ring.added
+        if self._ring.storage.unread is not None:
+            self._ring.storage.unread.written = self
         for name, keys, values in state:
             there = self._ring.alive(keys)
-            arrays: Arrays = {name: values[there]}
-            self.write(keys[there], arrays)
+            if there.any():  # of rows that lie on the disk alone as well: what is brought in leaves these
+                self._put(keys[there], {name: values[there]})
 
     def clear(self) -> None:
         """Take in that no row and no column is left."""
