@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import disk, peaks
+from benchmarks import disk, lazy, peaks
 from benchmarks.harness import Row, times
 from pipeline import ReplayBuffer
 from pipeline.checkpoint import verify
@@ -65,6 +65,7 @@ class Bench:
         for select in ("uniform", "prioritized"):
             found += self._saves(select, count)
             found += self._loads(select)
+        found += lazy.rows(self.place, size, min(self.rounds, 3))
         return [*found, self._hardly_filled(count), *self._million(count), *self._memory(size)]
 
     def place(self, name: str) -> str:

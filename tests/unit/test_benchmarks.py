@@ -66,7 +66,7 @@ def test_small_saves_of_transitions_print_rows(capsys: pytest.CaptureFixture[str
     assert main(["transitions", "--json", "--scale", "0.002", "--folder", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     names = [row["name"] for row in rows]
-    assert len(names) == len(set(names)) == 8 + 4 * hasattr(os, "posix_fadvise") + 2 * peaks.possible()
+    assert len(names) == len(set(names)) == 14 + 8 * hasattr(os, "posix_fadvise") + 2 * peaks.possible()
     for row in rows:
         assert row["ok"] == (row["ours"] <= row["limit"])
     (written,) = [row for row in rows if row["name"] == "bytes on the disk, 1% full"]
