@@ -23,6 +23,7 @@ from pipeline.replay import unread as reading
 from pipeline.replay.unread import UnreadRows
 from pipeline.store import held
 from pipeline.store.segments import Block, read_blocks
+from pipeline.wiring import collecting
 from tests.support.replaying import CAPACITY, Counter, contents, draws, fill, rows
 
 STORAGES = ["memory", "mapped"]
@@ -230,6 +231,7 @@ def _no_reading(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(held, "_read", refuse)
     patch.setattr(held, "_read_into", refuse)
+    patch.setattr(collecting, "whole_bytes", refuse)
 
 
 @pytest.mark.parametrize("remove", ["fifo", "lifo"])
@@ -255,6 +257,29 @@ def test_a_save_reads_no_rows_and_writes_none_again(
     with make(tmp_path, remove=remove) as again:
         again.resume()
         assert 90 in contents(again)["obs.n"]
+
+
+def test_many_small_blocks_that_were_not_read_do_not_become_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path) as buffer:
+        for number in range(15):
+            buffer.extend(rows(number, 1))
+            buffer.save(number, wait=True)
+    with make(tmp_path) as buffer:
+        buffer.resume(verify="lazy")
+        with monkeypatch.context() as patch:
+            _no_reading(patch)
+            for number in range(15, 20):
+                buffer.extend(rows(number, 1))
+                buffer.save(number, wait=True)
+        assert len(_blocks(tmp_path)) == 20
+        whole(buffer)
+        buffer.extend(rows(20, 1))
+        buffer.save(20, wait=True)
+    with make(tmp_path) as again:
+        again.resume()
+        assert contents(again)["obs.n"] == list(range(21))
 
 
 def _blocks(directory: Path) -> list[Block]:
