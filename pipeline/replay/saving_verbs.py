@@ -62,9 +62,8 @@ class SavingVerbs(FolderVerbs):
             continue_episodes: whether the next rows go on with the episodes that were open. By default these are ended
                 where they were, as environments begin anew in a new process.
             verify: ``lazy`` reads no rows now: it checks that their blocks are there, of the sizes and with the headers
-                that they had, and returns. A block is read, and its checksum compared, when one of its rows is first
-                wanted; what needs no more than lengths and ends of episodes reads those alone. A verb that meets
-                a damaged block raises Damaged and changes nothing; so it does again.
+                that they had. Rows are read, and checksums compared, when they are first wanted. A verb that meets
+                damage raises Damaged and changes nothing; so it does again.
 
         Raises:
             ConfigError: ``verify`` is something else, or ``lazy`` for a buffer that processes share.
@@ -76,9 +75,9 @@ class SavingVerbs(FolderVerbs):
         self._usable()
         lazily = self._lazily(verify)
         with self._saver.lock:
+            self._saver.lazily = lazily
             with self.gate.lock:
                 self._room.replacing()
-                self._saver.lazily = lazily
                 found = self._saver.find(step, self.ring)
                 self.listen()
                 parts = self._own

@@ -31,9 +31,11 @@ def sums_of(data: np.ndarray) -> np.ndarray:
 
 
 def checksum_of(blob: memoryview) -> int:
-    """Return the crc32c of a block's header, with the length in front, and of its sums."""
+    """Return the crc32c of a block's header, with the length in front, and of its sums; -1 if it has none."""
     head = blob[: 8 + int.from_bytes(blob[:8], "little")]
-    laid = read_layout(head, len(blob))[SUMS]
+    laid = read_layout(head, len(blob)).get(SUMS)
+    if laid is None:
+        return -1
     return crc32c_more(crc32c_more(0, head), blob[laid.begin : laid.end])
 
 
