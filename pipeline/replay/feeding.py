@@ -21,6 +21,7 @@ from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError, Damaged, UsageError
 from pipeline.records import Added, Location
+from pipeline.replay.heavy import heavy_sample
 from pipeline.replay.job import Job, Piece, merged_from
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.parts import Parts, restore, state_of, values_of
@@ -31,9 +32,6 @@ from pipeline.wiring.experience import Reading
 
 if TYPE_CHECKING:
     from pipeline.replay.buffer import ReplayBuffer
-
-
-_MOST_INLINE = 1 << 20  # bytes; a larger copy takes longer than the loop may be held
 
 
 class Inside(NamedTuple):
@@ -60,6 +58,7 @@ def check_feedable(options: ReplayOptions, ring: Ring) -> None:
         ("directory", options.directory, "the pipeline's directory= holds its rows as well"),
         ("storage", options.storage if options.storage != "memory" else None, "a pipeline's rows lie in this process"),
         ("share_next_obs", options.share_next_obs or None, "a pipeline's rows hold their own next observations"),
+        ("compress", options.compress, "a pipeline's rows are added again from their blocks"),
         ("remove", options.remove if options.remove.by != "fifo" else None, "a pipeline's oldest rows go first"),
     ):
         if value is not None:
@@ -183,8 +182,7 @@ class ReplayFeed:
 
     def large(self, count: int, how: Mapping[str, Any]) -> bool:
         """Whether a batch is better drawn in a thread."""
-        row_bytes = self._buffer.ring.storage.row_bytes * max(1, how.get("stack", 1), how.get("n_step", 1))
-        return count * row_bytes > _MOST_INLINE or bool(how.keys() & {"slices", "where", "hindsight"})
+        return heavy_sample(self._buffer, count, how)
 
     def cut(self, env: int | None) -> None:
         """End the open episode of an environment, or of all."""
@@ -256,4 +254,4 @@ def _schema_of(blob: bytes, where: str) -> Schema:
         tensors = safetensors.torch.load(blob)
     except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
         raise Damaged(f"{where}: no block of rows ({error})") from None
-    return Schema.of({name: tensor for name, tensor in tensors.items() if name not in KEPT_MARKS})
+    return Schema.of({name: tensor for name, tensor in tensors.items() if not name.startswith("#")})

@@ -219,6 +219,7 @@ def test_options_of_batches_of_groups_are_refused(options: dict[str, Any], messa
         ({"storage": "shared"}, "storage='shared': of a buffer"),
         ({"share_next_obs": True}, "share_next_obs=True: of a buffer"),
         ({"remove": "lifo"}, "remove="),
+        ({"compress": {"obs": "zlib"}}, "compress="),
     ],
 )
 def test_buffers_that_a_run_cannot_fill_are_refused(options: dict[str, Any], message: str) -> None:
