@@ -241,7 +241,7 @@ class Producer:
             job.task.filter is not None and not job.parked and self.filters.rejects(job.task, entry, (job.member, blob))
         )
         more = self._take_in(job, rollout, blob, oldest, newest, rejected)
-        if state.learners and (rejected or state.experience is not None):
+        if state.learners and (rejected or entry.kind == EPISODE):
             state.teach(entry)  # that it teaches the weights nothing may teach the source much
         if job.task.group_timeout is not None and not entry.unsettled:
             self._deadlines.end(job.item.uid, job.life)
