@@ -28,6 +28,7 @@ from pipeline.records import (
     Failed,
     Feedback,
     Finished,
+    Interrupted,
     Reopened,
     Rewarded,
     Started,
@@ -129,6 +130,8 @@ class RunState:
             return None
         if self.partials.by_uid:
             self.partials.apply(self.incarnation, self.options.rank, event)
+            if isinstance(event, Interrupted) and event.uid not in self.ledger.entries:
+                self.partials.by_uid.pop(event.uid, None)  # it had added rows, and is not gone on with
         if self.experience is not None:
             self.experience.apply(event)
         if kind is Finished:
