@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from pipeline.errors import UsageError
-from pipeline.records import TRAIN, Item, Rollout
+from pipeline.records import EVALUATION, TRAIN, Item, Rollout
 from pipeline.store.codec import unpack
 
 
@@ -153,7 +153,12 @@ class Context(_Defaults, eq=False):
         The rollout is kept as it is, but for the reward in it, which does not count; its group is ``parked`` until
         every member that parked has its reward. An attempt that fails after this call has failed like any other. In
         ``evaluate`` and ``try_one`` nobody gives rewards later: there it changes nothing.
+
+        Raises:
+            UsageError: what the attempt makes are rows of a buffer, and these have their rewards already.
         """
+        if self._run.extend is not None and self.kind != EVALUATION:
+            raise UsageError("ctx.park(): rows have their rewards in them, and with buffer= nobody waits for others")
         self.parked = True
 
     def scoring(self) -> AbstractAsyncContextManager[None]:
