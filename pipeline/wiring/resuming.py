@@ -157,7 +157,7 @@ def _line_of(state: RunState, origin: Origin, stored: Stored, reusable: Sequence
     layout, manifest = origin.layout, stored.manifest
     line = find_line(layout, origin.tag, manifest, discard=state.options.after_crash == "discard")
     whole = reusable is None or manifest.generation in reusable
-    if (whole and state.experience is None) or not let_go_since(layout, origin.tag, manifest, line):
+    if (whole and state.experience is None) or not let_go_since(layout, origin.tag, manifest, line, whole=whole):
         return line
     # One that is kept for good does not keep what came after it, and with durability='none' rows are written by the
     # next generation alone: all of it is set aside, and run again.

@@ -73,9 +73,10 @@ def cut_off(line: Line, tails: list[Tail]) -> Line:
     return line._replace(discarded=[(*key, last) for key, last in sorted(caps.items())])
 
 
-def let_go_since(layout: Layout, run_tag: int, manifest: Manifest, line: Line) -> bool:
+def let_go_since(layout: Layout, run_tag: int, manifest: Manifest, line: Line, *, whole: bool = False) -> bool:
     """Whether payloads that came after a generation, and that a resume of it would use, lie in no segment: any more,
-    or, being rows of a buffer, yet."""
+    or, being rows of a buffer, yet. If it is ``whole``, none of its segments was let go: one that is missing is damage,
+    and for others to find."""
     caps = {(incarnation, rank): last for incarnation, rank, last in line.discarded}
     positions = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
     there = {segment_key(name) for name in layout.list_segments()}
@@ -89,6 +90,6 @@ def let_go_since(layout: Layout, run_tag: int, manifest: Manifest, line: Line) -
                     return True
                 place = payload_place(logged)
                 at = None if place is None or isinstance(logged.event, Evaluated) else place[2]
-                if at is not None and at.segment_key not in there:
+                if at is not None and not whole and at.segment_key not in there:
                     return True
     return False
