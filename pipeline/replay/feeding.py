@@ -126,6 +126,7 @@ class Restored:
         ring.extend(columns, event.count, np.array([event.env]), codes, min(event.version, version))
         self.parts.drawer.added(event.first, event.count)
         self.parts.counts.added += event.count
+        self.parts.written.captured = ring.added
         self.blocks.append(Block.at(event.first, event.count, at))
 
     def cut(self, env: int | None) -> None:
@@ -139,6 +140,7 @@ class ReplayFeed:
     def __init__(self, buffer: ReplayBuffer, inside: Inside) -> None:
         self._buffer, self._inside = buffer, inside
         self._blocks: list[Block] = []
+        self._most_blocks = 64
 
     def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
         """Add rows, and return the key of the first, and how many they are."""
@@ -151,9 +153,11 @@ class ReplayFeed:
         return first, count
 
     def encode(self, first: int, count: int) -> memoryview:
-        """Return a block of rows that are there, as bytes."""
+        """Return a block of rows that are there, as bytes; what is changed of them later is part of generations."""
         with self._buffer.gate.lock:
-            return encode_block(self._buffer.ring, first, count)
+            blob = encode_block(self._buffer.ring, first, count)
+            self._inside.parts().written.captured = first + count
+            return blob
 
     def may_add(self, rows: Any) -> Callable[[], object]:
         """Return what says whether the limiter lets the rows in now.
@@ -176,6 +180,16 @@ class ReplayFeed:
         """Wait until ``may`` holds."""
         return self._buffer.gate.wait_for(may)
 
+    @property
+    def added(self) -> int:
+        """How many rows were ever added."""
+        return self._buffer.ring.added
+
+    @property
+    def sampled(self) -> int:
+        """How many rows were ever drawn, by whichever verb."""
+        return self._inside.counts()[0].sampled
+
     def sample(self, count: int, how: Mapping[str, Any]) -> TransitionBatch:
         """Return a batch, at once; see :meth:`~pipeline.ReplayBuffer.sample`."""
         return self._buffer.sample(count, timeout=0, **how)
@@ -192,6 +206,13 @@ class ReplayFeed:
     def wrote(self, first: int, count: int, at: Location) -> None:
         """Take in where rows lie."""
         self._blocks.append(Block.at(first, count, at))
+        if len(self._blocks) > self._most_blocks:  # nobody may save for long
+            self._forget_gone()
+            self._most_blocks = 2 * len(self._blocks) + 64
+
+    def _forget_gone(self) -> None:
+        oldest = self._buffer.ring.oldest
+        self._blocks = [block for block in self._blocks if block.first + block.count > oldest]
 
     def lie_in(self, blocks: Sequence[Block]) -> None:
         """Take in where the rows lie that a generation holds; what was added since lies where it was said to."""
@@ -205,7 +226,7 @@ class ReplayFeed:
         with buffer.gate.lock:
             parts, ring = self._inside.parts(), buffer.ring
             parts.written.captured = ring.added
-            self._blocks = [block for block in self._blocks if block.first + block.count > ring.oldest]
+            self._forget_gone()
             begin = merged_from(self._blocks, rows_of_block(ring))
             first = self._blocks[begin].first if begin < len(self._blocks) else self._end_of_blocks()
             state = state_of(parts, buffer.options, self._inside.counts()[1])

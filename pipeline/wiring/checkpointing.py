@@ -79,6 +79,8 @@ class Checkpointing:
         assert self._saver is not None
         if not replay_buffer and self._state.experience is not None:
             raise UsageError("replay_buffer=False: these rollouts made the buffer's rows, which cannot be drawn again")
+        if self._state.experience is not None:
+            self._state.experience.check_recorded()
         if step is not None:
             self._consumer.ack(step)
         capture = self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer, external=external)

@@ -84,7 +84,7 @@ class Consumer:
         """Draw from the run's buffer, as soon as its limiter lets it.
 
         Raises:
-            EndOfSource: too few rows are there, and no more will come.
+            EndOfSource: too few rows are there, or none that may be drawn so, and no more will come.
             Starved: rows and samples wait for each other.
         """
         state, experience = self._state, self._state.experience
@@ -95,13 +95,13 @@ class Consumer:
         await anyio.lowlevel.checkpoint()
         while True:
             self.raise_failure()
+            added = feed.added
             try:
-                batch = await self._in_thread(draw) if feed.large(count, how) else draw()
+                return await self._in_thread(draw) if feed.large(count, how) else draw()
             except TimedOut as error:
                 may, why = error.may, str(error)
-            else:
-                experience.drawn = True
-                return batch
+            except Starved as error:  # nothing that is there may be drawn so: what comes next perhaps may
+                may, why = partial(self._more_than, added), str(error)
             self._pool().pump()
             await state.changed.wait_for(partial(self._settled, may))
             if self.closed or state.failure is not None or may():
@@ -110,6 +110,10 @@ class Consumer:
                 raise EndOfSource(f"{why}; and every source is at its end")
             raise Starved(f"{why}; and no rollout can add more before that")
 
+    def _more_than(self, added: int) -> bool:
+        experience = self._state.experience
+        return experience is not None and experience.feed.added > added
+
     def _settled(self, may: Callable[[], object]) -> bool:
         """Whether a waiting trainer can be answered: rows may be sampled, or never will be."""
         state, pool = self._state, self._pool()
@@ -117,9 +121,9 @@ class Consumer:
             return True
         assert state.experience is not None
         busy = pool.in_flight + pool.scoring - state.evaluating
-        if busy > state.experience.waiting:
+        if busy > state.experience.held:
             return False
-        if busy and (busy < pool.concurrency and not self._producer.blocked):
+        if busy and (pool.in_flight - state.evaluating < pool.concurrency and not self._producer.blocked):
             return False
         return bool(busy) or self._nothing_comes()
 
@@ -146,7 +150,7 @@ class Consumer:
         state = self._state
         state.ledger.check_ack(step)
         if state.experience is not None:
-            state.experience.drawn = False
+            state.experience.acked()
         entries, leases = state.ledger.entries, state.ledger.leases
         tasks = [entries[uid].task for leased, lease in leases.items() if leased <= step for uid in lease.uids]
         state.progress.consumed_samples = add_counts(state.progress.consumed_samples, tasks)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeline.config import PipelineOptions
-from pipeline.errors import ConfigError, Damaged, UsageError
+from pipeline.errors import ConfigError, Damaged, UsageError, WriteFailed
 from pipeline.records import (
     EVALUATION,
     Added,
@@ -99,10 +99,21 @@ class Feed(Protocol):
         """Wait until ``may`` holds."""
         ...
 
+    @property
+    def added(self) -> int:
+        """How many rows were ever added."""
+        ...
+
+    @property
+    def sampled(self) -> int:
+        """How many rows were ever drawn, by whichever verb."""
+        ...
+
     def sample(self, count: int, how: Mapping[str, Any]) -> Any:
         """Return a batch, at once.
 
         Raises:
+            Starved: nothing that is there may be drawn so.
             TimedOut: the limiter does not let it out; the error tells when it may.
         """
         ...
@@ -289,10 +300,24 @@ class Experience:
         self.feed = feed
         self._state = state
         self._episodes = Episodes()
-        self.waiting = 0
-        """Attempts that wait until the limiter lets their rows in."""
-        self.drawn = False
-        """Whether the trainer has sampled since it last said what the weights hold."""
+        # Attempts that wait for the limiter, and what says whether it lets their rows in: several of them perhaps.
+        self._waiting: dict[Context, list[Callable[[], object]]] = {}
+        self._acked = 0
+        self._unrecorded: BaseException | None = None  # why the buffer has rows of which the journal knows nothing
+
+    @property
+    def held(self) -> int:
+        """How many attempts wait for the limiter, and would go on waiting."""
+        return sum(not any(may() for may in each) for each in self._waiting.values())
+
+    @property
+    def drawn(self) -> bool:
+        """Whether anybody has drawn rows since the trainer last said what the weights hold."""
+        return self.feed.sampled != self._acked
+
+    def acked(self) -> None:
+        """Take in that the weights hold what was drawn, or are those that go with it."""
+        self._acked = self.feed.sampled
 
     def apply(self, event: AnyEvent) -> None:
         """Take in what happened: an attempt's end is its episode's."""
@@ -305,16 +330,14 @@ class Experience:
         if ctx.kind == EVALUATION:
             return 0
         may = self.feed.may_add(rows)
-        while not self._has_room(may):
-            self.waiting += 1
-            state.changed.notify()  # a waiting trainer may now see that nothing comes
-            try:
-                if state.writer is not None and state.writing and state.writer.writer.full:
-                    await state.writer.room()
-                else:
-                    await self.feed.wait_for(may)
-            finally:
-                self.waiting -= 1
+        while True:
+            if state.writer is not None and state.writing and state.writer.writer.full:
+                await state.writer.room()
+            elif may():
+                break
+            else:
+                await self._wait(ctx, may)
+        self.check_recorded()
         entry = state.ledger.entries.get(ctx.uid)
         if entry is None or not entry.in_flight or entry.attempts[ctx.member] != ctx.attempt:
             raise UsageError(f"{ctx.item}: attempt {ctx.attempt} has ended; rows are added while it runs")
@@ -325,16 +348,42 @@ class Experience:
         if not count:
             return 0
         ctx._since = state.version
+        try:
+            self._record(ctx, env, first, count, version)
+        except BaseException as error:
+            self._unrecorded = error
+            state.fail(error)
+            raise
+        state.changed.notify()
+        return count
+
+    def check_recorded(self) -> None:
+        """Refuse to go on with rows that are in no journal: with others behind them nothing could be recovered.
+
+        Raises:
+            WriteFailed: there are such.
+        """
+        if self._unrecorded is not None:
+            raise WriteFailed(
+                f"rows were added and could not be recorded: {self._unrecorded!r}. What came before is safe; resume"
+            ) from self._unrecorded
+
+    async def _wait(self, ctx: Context, may: Callable[[], object]) -> None:
+        waits = self._waiting.setdefault(ctx, [])
+        waits.append(may)
+        self._state.changed.notify()  # a waiting trainer may now see that nothing comes
+        try:
+            await self.feed.wait_for(may)
+        finally:
+            waits.remove(may)
+            if not waits:
+                del self._waiting[ctx]
+
+    def _record(self, ctx: Context, env: int, first: int, count: int, version: int) -> None:
+        state = self._state
         segment, offset, length = -1, 0, 0
         if state.writer is not None and state.writing:
             at = state.writer.writer.place(self.feed.encode(first, count), first, 0, 0)
             segment, offset, length = at.segment, at.offset, at.length
             self.feed.wrote(first, count, at)
         state.record(Added(ctx.uid, ctx.member, ctx.attempt, env, first, count, version, segment, offset, length))
-        state.changed.notify()
-        return count
-
-    def _has_room(self, may: Callable[[], object]) -> bool:
-        writer = self._state.writer
-        full = writer is not None and self._state.writing and writer.writer.full
-        return not full and bool(may())

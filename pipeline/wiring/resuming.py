@@ -235,6 +235,7 @@ def adopt(state: RunState, found: Found) -> None:
     recovered.sampler.teach()
     if state.experience is not None and recovered.rows is not None:
         state.experience.feed.adopt(recovered.rows)
+        state.experience.acked()
     for uid, members in recovered.places.items():
         for member, place in members.items():
             state.buffer.storage.put(uid, member, None, place)
