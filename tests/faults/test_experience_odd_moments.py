@@ -21,6 +21,7 @@ from pipeline import (
     Rollout,
     RolloutFailed,
     Slices,
+    Stopped,
     Task,
     WriteFailed,
 )
@@ -316,3 +317,79 @@ async def test_no_trigger_saves_while_rows_are_drawn_by_another_verb(run_directo
         pipe.attach(agent=again)
         assert (await resumed(pipe)).step == 2
         assert len(again.seen) == 1
+
+
+async def test_rows_that_come_while_a_save_is_written_are_in_the_next_one(
+    run_directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of where rows lie is replaced then, and goes on with what has come."""
+    buffer, gates = ReplayBuffer(1000), [anyio.Event(), anyio.Event()]
+
+    async def waits(item: Item, ctx: Context) -> Rollout:
+        if item.index >= 3:
+            await gates[item.index >= 6].wait()
+        return await walk(item, ctx)
+
+    async with fed(buffer, 9, run=waits, directory=run_directory, concurrency=9) as pipe:
+        experience = pipe._run.state.experience
+        assert experience is not None
+        capture, changed = experience.feed.capture, pipe._run.state.changed
+
+        def slow() -> Any:
+            captured = capture()
+            pieces, here = captured.pieces, anyio.from_thread
+
+            def held() -> Any:
+                here.run(changed.wait_for, lambda: buffer.ring.added >= 36)
+                yield from pieces()
+
+            monkeypatch.setattr(captured, "pieces", held)
+            return captured
+
+        await pipe.start()
+        await changed.wait_for(lambda: buffer.ring.added >= 18)
+        monkeypatch.setattr(experience.feed, "capture", slow)
+        saving = await pipe.save(1)
+        gates[0].set()
+        await saving.committed()
+        monkeypatch.setattr(experience.feed, "capture", capture)
+        gates[1].set()
+        await filled(pipe)
+        await (await pipe.save(2)).committed()
+        found = contents(buffer)
+        assert len(found) == 54
+    again = ReplayBuffer(1000)
+    async with fed(again, 9, directory=run_directory) as pipe:
+        await resumed(pipe)
+        assert contents(again) == found
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+async def test_a_trainer_that_waits_for_rows_is_stopped(run_directory: str, drawn: bool) -> None:
+    """At once if the weights are known, and else when the time to stop is over: the newest generation stands."""
+    never, buffer = anyio.Event(), ReplayBuffer(100)
+
+    async def play(item: Item, ctx: Context) -> Rollout:
+        await ctx.extend(block(item, 0))
+        await never.wait()
+        raise AssertionError
+
+    async with fed(buffer, 1, run=play, directory=run_directory) as pipe:
+        await pipe.start()
+        await pipe.sample(1)
+        if not drawn:
+            await pipe.ack(1)
+        async with anyio.create_task_group() as group:
+
+            async def train() -> None:
+                with pytest.raises(Stopped) as stopped:
+                    await pipe.sample(1, slices=Slices(length=2 * ROWS))
+                assert stopped.value.generation == (0 if drawn else 1)
+
+            group.start_soon(train)
+            await anyio.wait_all_tasks_blocked()
+            pipe.request_save(then="stop", within=0.05 if drawn else 60)
+    again = ReplayBuffer(100)
+    async with fed(again, 1, directory=run_directory) as pipe:
+        assert (await resumed(pipe)).step == (0 if drawn else 1)
+        assert len(again) == ROWS
