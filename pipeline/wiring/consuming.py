@@ -123,7 +123,8 @@ class Consumer:
         busy = pool.in_flight + pool.scoring - state.evaluating
         if busy > state.experience.held:
             return False
-        if busy and (pool.in_flight - state.evaluating < pool.concurrency and not self._producer.blocked):
+        begun = pool.in_flight - state.evaluating + state.experience.without_slot
+        if busy and (begun < pool.concurrency and not self._producer.blocked):
             return False
         return bool(busy) or self._nothing_comes()
 

@@ -302,6 +302,8 @@ class Experience:
         self._episodes = Episodes()
         # Attempts that wait for the limiter, and what says whether it lets their rows in: several of them perhaps.
         self._waiting: dict[Context, list[Callable[[], object]]] = {}
+        self.without_slot = 0
+        """Attempts whose slot others may have while they wait for the limiter, or until they have one again."""
         self._acked = 0
         self._unrecorded: BaseException | None = None  # why the buffer has rows of which the journal knows nothing
 
@@ -309,6 +311,10 @@ class Experience:
     def held(self) -> int:
         """How many attempts wait for the limiter, and would go on waiting."""
         return sum(not any(may() for may in each) for each in self._waiting.values())
+
+    def has_lent(self, in_flight: int) -> bool:
+        """Whether the slots that are free belong to attempts that wait for the limiter: no other rollout begins."""
+        return self.without_slot > 0 and in_flight + self.without_slot >= self._state.options.concurrency
 
     @property
     def drawn(self) -> bool:
@@ -369,6 +375,20 @@ class Experience:
             ) from self._unrecorded
 
     async def _wait(self, ctx: Context, may: Callable[[], object]) -> None:
+        slots = ctx._run.slots if ctx.has_slot else None
+        if slots is None:
+            await self._wait_here(ctx, may)
+            return
+        # The limiter waits for the trainer, and the trainer perhaps for an evaluation: that may have the slot.
+        self.without_slot += 1
+        try:
+            slots.give_slot(ctx)
+            await self._wait_here(ctx, may)
+            await slots.take_slot(ctx)
+        finally:
+            self.without_slot -= 1
+
+    async def _wait_here(self, ctx: Context, may: Callable[[], object]) -> None:
         waits = self._waiting.setdefault(ctx, [])
         waits.append(may)
         self._state.changed.notify()  # a waiting trainer may now see that nothing comes

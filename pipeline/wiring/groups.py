@@ -1,4 +1,5 @@
-"""What is decided about whole groups: whether the task's filter keeps one, and when one is late."""
+"""What a group begins with, and what is decided about whole ones: whether the task's filter keeps one, and when one
+is late."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pipeline.config import ZeroVariance
-from pipeline.errors import GroupsRejected
+from pipeline.errors import ForebayError, GroupsRejected, SourceError
 from pipeline.ledger import FINISHED, Entry
 from pipeline.observe import events
 from pipeline.runner.context import Slots
@@ -17,6 +18,20 @@ from pipeline.runner.policies import Verdict, after_failure
 from pipeline.store.codec import read_header, unpack
 from pipeline.task import Task
 from pipeline.wiring.state import RunState
+
+
+def give(task: Task, index: int) -> Any:
+    """Return what the source of a task has at ``index``.
+
+    Raises:
+        SourceError: it failed.
+    """
+    try:
+        return task.source.item(index)
+    except ForebayError:
+        raise
+    except Exception as error:
+        raise SourceError(f"task {task.name!r}: the source failed at item {index}: {error!r}") from error
 
 
 class Filters:
@@ -133,6 +148,8 @@ class Limits(Protocol):
 
 class PoolSide(Slots, Limits, Protocol):
     """What the producer asks of the pool."""
+
+    in_flight: int
 
     def pump(self) -> None: ...
 

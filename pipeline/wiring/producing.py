@@ -9,12 +9,12 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pipeline.buffer.masks import judge
-from pipeline.errors import ForebayError, RolloutFailed, RolloutInvalid, RolloutTooDeep, SourceError
+from pipeline.errors import RolloutFailed, RolloutInvalid, RolloutTooDeep
 from pipeline.ledger import PARKED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
 from pipeline.records import (
@@ -39,7 +39,7 @@ from pipeline.store.contents import decode_content, encode_content
 from pipeline.wiring.admission import Admission
 from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import EvaluationJob, Evaluator
-from pipeline.wiring.groups import Filters, GivenUp, GroupDeadlines, PoolSide
+from pipeline.wiring.groups import Filters, GivenUp, GroupDeadlines, PoolSide, give
 from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.parts import PartKeeper
 from pipeline.wiring.rerolling import Tail
@@ -150,6 +150,9 @@ class Producer:
             return None
         if self._evaluations and not self._asking:
             return self._next_of_both()
+        experience = self._state.experience
+        if experience is not None and self._slots is not None and experience.has_lent(self._slots.in_flight):
+            return None
         try:
             while self._ready:
                 due = self._ready.popleft()
@@ -433,7 +436,7 @@ class Producer:
 
     def _kept(self, draw: Draw) -> bytes:
         """What a learning source gives now: another day it may give something else for the same index."""
-        content = self._give(draw.task, draw.index)
+        content = give(self._state.tasks[draw.task], draw.index)
         return encode_content(content, f"task {draw.task!r}, item {draw.index}")
 
     def _start_next(self, entry: Entry) -> Job:
@@ -486,15 +489,7 @@ class Producer:
     def _read(self, entry: Entry) -> Item:
         """Read the item; a group's members share one reading."""
         task, index, kept = entry.task, entry.index, entry.content
-        content = self._give(task, index) if kept is None else decode_content(kept)
+        content = give(self._state.tasks[task], index) if kept is None else decode_content(kept)
         item = Item(task, entry.epoch, index, entry.uid, content)
         self._item = item if entry.size > 1 else None
         return item
-
-    def _give(self, task: str, index: int) -> Any:
-        try:
-            return self._state.tasks[task].source.item(index)
-        except ForebayError:
-            raise
-        except Exception as error:
-            raise SourceError(f"task {task!r}: the source failed at item {index}: {error!r}") from error

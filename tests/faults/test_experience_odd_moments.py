@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -393,3 +394,30 @@ async def test_a_trainer_that_waits_for_rows_is_stopped(run_directory: str, draw
     async with fed(again, 1, directory=run_directory) as pipe:
         assert (await resumed(pipe)).step == (0 if drawn else 1)
         assert len(again) == ROWS
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_an_evaluation_gets_its_turn_while_the_rollouts_wait_for_the_limiter(concurrency: int) -> None:
+    """They wait for the trainer, which waits for the evaluation; and no more of them begin meanwhile."""
+    begun, buffer = list[int](), ReplayBuffer(100, limiter=Limiter(min_size=3, ratio=1.0, error_buffer=3))
+
+    async def play(item: Item, ctx: Context) -> Rollout:
+        if ctx.kind == "train":
+            begun.append(item.index)
+        return await walk(item, ctx)
+
+    async with fed(buffer, run=play, concurrency=concurrency) as pipe:
+        experience = pipe._run.state.experience
+        assert experience is not None
+        await pipe.start()
+        await pipe._run.state.changed.wait_for(lambda: experience.held == concurrency)
+        before = list(begun)
+        with anyio.fail_after(10):
+            found = await pipe.evaluate("numbers", items=4)
+        assert len(found.rollouts) == 4
+        assert begun == before
+        with contextlib.suppress(EndOfSource):
+            while True:
+                await pipe.sample(3)
+                assert len(begun) - pipe.ledger.totals["numbers"].retired <= concurrency
+        assert buffer.ring.added == 12 * 2 * ROWS
