@@ -106,7 +106,7 @@ class Consumer:
             await state.changed.wait_for(partial(self._settled, may))
             if self.closed or state.failure is not None or may():
                 continue
-            if self._producer.drained and not self._pool().in_flight:
+            if self._producer.drained and not self._busy:
                 raise EndOfSource(f"{why}; and every source is at its end")
             raise Starved(f"{why}; and no rollout can add more before that")
 
@@ -114,13 +114,17 @@ class Consumer:
         experience = self._state.experience
         return experience is not None and experience.feed.added > added
 
+    @property
+    def _busy(self) -> int:
+        """How many attempts there are whose rows may come; those of evaluations add none."""
+        return self._pool().in_flight + self._pool().scoring - self._state.evaluating
+
     def _settled(self, may: Callable[[], object]) -> bool:
         """Whether a waiting trainer can be answered: rows may be sampled, or never will be."""
-        state, pool = self._state, self._pool()
+        state, pool, busy = self._state, self._pool(), self._busy
         if self.closed or state.failure is not None or may():
             return True
         assert state.experience is not None
-        busy = pool.in_flight + pool.scoring - state.evaluating
         if busy > state.experience.held:
             return False
         begun = pool.in_flight - state.evaluating + state.experience.without_slot

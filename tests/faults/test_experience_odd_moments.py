@@ -421,3 +421,23 @@ async def test_an_evaluation_gets_its_turn_while_the_rollouts_wait_for_the_limit
                 await pipe.sample(3)
                 assert len(begun) - pipe.ledger.totals["numbers"].retired <= concurrency
         assert buffer.ring.added == 12 * 2 * ROWS
+
+
+async def test_an_evaluation_at_the_end_of_the_source_does_not_hide_the_end() -> None:
+    examined = anyio.Event()
+
+    async def play(item: Item, ctx: Context) -> Rollout:
+        if ctx.kind == "evaluation":
+            examined.set()
+            await anyio.sleep_forever()
+        return await walk(item, ctx)
+
+    buffer = ReplayBuffer(100, limiter=Limiter(min_size=50))
+    async with fed(buffer, 2, run=play) as pipe, anyio.create_task_group() as group:
+        await pipe.start()
+        await filled(pipe)
+        group.start_soon(pipe.evaluate, "numbers")
+        await examined.wait()
+        with pytest.raises(EndOfSource):
+            await pipe.sample(1)
+        group.cancel_scope.cancel()
