@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from pipeline import Locked, WriteFailed
+from pipeline.sync_form import SyncPipeline
 from tests.support import locked
 from tests.support.children import ChildProcess, child
 from tests.support.runs import pipeline, task
+
+
+def saved(pipe: SyncPipeline) -> None:
+    """Train a step and save it, to the end: what is not kept any more goes after the commit, and asks for the lock."""
+    pipe.save(pipe.get_batch(2).step).committed()
+    saver = pipe._run._saver
+    assert saver is not None
+    pipe._call(saver.idle)
 
 
 def refused(directory: str, holder: ChildProcess) -> None:
@@ -103,7 +112,7 @@ def test_a_lock_that_was_lost_is_taken_back_by_a_save_or_the_save_is_refused(run
 
         pipe.start()
         shutil.copytree(run_directory, run_directory + "-copy")
-        pipe.save(pipe.get_batch(2).step).committed()
+        saved(pipe)
         assert f"process {os.getpid()} on host" in tries()
         shutil.copytree(run_directory, run_directory + "-again")
         with child(locked.train, run_directory) as taker:
@@ -118,7 +127,7 @@ def test_a_holder_that_was_overtaken_commits_nothing_though_the_folder_is_free_a
     """Paused, its lock lost, and another life came and went: it wakes, and must not write over what that one did."""
     with pipeline(task(40), directory=run_directory).sync() as pipe:
         pipe.start()
-        pipe.save(pipe.get_batch(2).step).committed()
+        saved(pipe)
         shutil.copytree(run_directory, run_directory + "-copy")  # frees the lock
         with child(locked.train, run_directory) as other:
             assert other.hear() == "saved"
