@@ -43,6 +43,7 @@ class PipelineMachine(PipelineLives, RuleBasedStateMachine):
         policy = "drop" if bound is None or (policy == "wait" and not waits) else policy
         self.options: dict[str, Any] = {"max_staleness": bound, "staleness_policy": policy, **options}
         self.model, self.more_hints, self.may_be_older = self.fresh(), [], False
+        self.adopted, self.unsure = set[int](), set[int]()
         self.begin()
 
     # -- rollouts ------------------------------------------------------------------------------------------------------

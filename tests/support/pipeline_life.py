@@ -80,6 +80,7 @@ class PipelineLives:
         self.updating: asyncio.Task[None] | None = None
         self.paused = self.aborting = self.push_fails = self.may_be_older = False
         self.more_hints: list[Any] = []
+        self.adopted, self.unsure = set[int](), set[int]()
 
     # -- steps of the loop -----------------------------------------------------------------------------------------
 
@@ -252,7 +253,15 @@ class PipelineLives:
         found = model.generations[number]
         assert (self.trainer.batches, resumed.step) == (found.batches, found.half.step)
         model.resume(found)
+        # What a life took over as it found it was perhaps older there than it is, if that life then came to nothing.
+        for uid in self.unsure & self.pipe.ledger.entries.keys() & model.items.keys() - fuzzy.keys():
+            entry, item = self.pipe.ledger.entries[uid], model.items[uid]
+            assert not item.results or entry.effective >= item.effective
+            item.effective, item.results = entry.effective, dict.fromkeys(item.results, (entry.effective, entry.made))
+            self.marks[0][1].items[uid] = item.copy()
+        self.adopted, self.unsure = self.unsure, set()
         if found.whole and not model.discard:
+            self.adopted |= fuzzy.keys()
             for uid, item in fuzzy.items():
                 self.adopt(uid, item)
                 self.marks[0][1].items.pop(uid, None)
@@ -334,6 +343,7 @@ class PipelineLives:
         place = max(n for n, (count, _) in enumerate(self.marks) if count <= kept)
         count, low = self.marks[place]
         self.model = low.copy()
+        self.unsure = self.adopted if place == 0 else set()
         self.more_hints = self.model.hints
         if count == kept and not torn:
             return {}
