@@ -215,7 +215,8 @@ class Model:
         item.rerolls += ours
         old = [member for member, (version, _) in item.results.items() if version < least]
         at_hand = all(made == self.incarnation for _, made in item.results.values())
-        if self.reroll and at_hand and not item.given and len(old) < len(item.results):
+        later = item.given or "unrewarded" in item.members  # then it is run again whole
+        if self.reroll and at_hand and not later and len(old) < len(item.results):
             item.begin_anew(old)
         else:
             item.begin_anew(list(range(item.size)))
