@@ -40,7 +40,8 @@ from pipeline.runner.policies import check_rollout
 from pipeline.sampler import Progress
 from pipeline.store.files import FilesLike
 from pipeline.task import Task
-from pipeline.wiring.experience import Fillable, check_rows
+from pipeline.wiring.experience import check_rows
+from pipeline.wiring.feed import Fillable
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.run import Run
 from pipeline.wiring.sharing import OnCommit

@@ -28,7 +28,7 @@ from pipeline.replay.parts import Parts, restore, state_of, values_of
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, encode_state
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block
-from pipeline.wiring.experience import Reading
+from pipeline.wiring.feed import Reading
 
 if TYPE_CHECKING:
     from pipeline.replay.buffer import ReplayBuffer
@@ -135,7 +135,7 @@ class Restored:
 
 
 class ReplayFeed:
-    """The buffer's side; see :class:`pipeline.wiring.experience.Feed`. Rows are added on the event loop alone."""
+    """The buffer's side; see :class:`pipeline.wiring.feed.Feed`. Rows are added on the event loop alone."""
 
     def __init__(self, buffer: ReplayBuffer, inside: Inside) -> None:
         self._buffer, self._inside = buffer, inside

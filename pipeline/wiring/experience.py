@@ -8,8 +8,8 @@ consumer half does. Recovery takes the buffer of the generation, and lets what c
 from __future__ import annotations
 
 import heapq
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.config import PipelineOptions
 from pipeline.errors import ConfigError, Damaged, UsageError, WriteFailed
@@ -25,148 +25,13 @@ from pipeline.records import (
     Opened,
 )
 from pipeline.store.journal import Logged
-from pipeline.store.segments import Block, PayloadReader
+from pipeline.store.segments import PayloadReader, Place
 from pipeline.task import Task
+from pipeline.wiring.feed import Feed, Reading
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.generations import Stored
     from pipeline.runner.context import Context
-    from pipeline.store.layout import Layout
     from pipeline.wiring.state import RunState
-
-
-class Piece(Protocol):
-    """Rows on their way to the disk."""
-
-    @property
-    def first(self) -> int: ...
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def blob(self) -> memoryview: ...
-
-
-class RowsCapture(Protocol):
-    """What a generation holds of the buffer, as of one moment."""
-
-    def kept(self) -> list[Block]:
-        """Return those of the blocks on the disk that it needs."""
-        ...
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the rows that are to be written. Blocks, and belongs to one thread."""
-        ...
-
-    def files(self, blocks: Sequence[Block]) -> Mapping[str, bytes | memoryview]:
-        """Return its files, by their paths; ``blocks`` are where all its rows lie. Blocks."""
-        ...
-
-    def close(self) -> None:
-        """Let rows be overwritten that were not copied."""
-        ...
-
-
-class Reading(Protocol):
-    """A buffer as a generation holds it, in memory of its own: nothing of it is in use."""
-
-    def add(self, blob: bytes, event: Added, at: Location, version: int) -> None:
-        """Add the rows of a block that came later; of weights no newer than ``version``."""
-        ...
-
-    def cut(self, env: int | None) -> None:
-        """End the open episode of an environment, or of all."""
-        ...
-
-
-class Feed(Protocol):
-    """The side of a replay buffer that its run sees; see :mod:`pipeline.replay.feeding`."""
-
-    def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
-        """Add rows, and return the key of the first, and how many they are."""
-        ...
-
-    def encode(self, first: int, count: int) -> memoryview:
-        """Return a block of rows that are there, as bytes."""
-        ...
-
-    def may_add(self, rows: Any) -> Callable[[], object]:
-        """Return what says whether the limiter lets the rows in now."""
-        ...
-
-    def wait_for(self, may: Callable[[], object]) -> Awaitable[None]:
-        """Wait until ``may`` holds."""
-        ...
-
-    @property
-    def added(self) -> int:
-        """How many rows were ever added."""
-        ...
-
-    @property
-    def sampled(self) -> int:
-        """How many rows were ever drawn, by whichever verb."""
-        ...
-
-    def sample(self, count: int, how: Mapping[str, Any]) -> Any:
-        """Return a batch, at once.
-
-        Raises:
-            Starved: nothing that is there may be drawn so.
-            TimedOut: the limiter does not let it out; the error tells when it may.
-        """
-        ...
-
-    def large(self, count: int, how: Mapping[str, Any]) -> bool:
-        """Whether a batch is better drawn in a thread."""
-        ...
-
-    def cut(self, env: int | None) -> None:
-        """End the open episode of an environment, or of all."""
-        ...
-
-    def wrote(self, first: int, count: int, at: Location) -> None:
-        """Take in where rows lie."""
-        ...
-
-    def lie_in(self, blocks: Sequence[Block]) -> None:
-        """Take in where the rows lie that a generation holds."""
-        ...
-
-    def capture(self) -> RowsCapture:
-        """Capture everything as of now."""
-        ...
-
-    def read(self, layout: Layout, run_tag: int, stored: Stored) -> Reading:
-        """Read what a generation holds. Blocks.
-
-        Raises:
-            Damaged: it cannot be read.
-            UsageError: the rows there are not those of this buffer.
-        """
-        ...
-
-    def adopt(self, reading: Reading) -> None:
-        """Go on with what was read."""
-        ...
-
-    def statistics(self) -> Any:
-        """Return how the buffer stands."""
-        ...
-
-
-class Fillable(Protocol):
-    """A buffer that a run can fill, such as :class:`~pipeline.ReplayBuffer`."""
-
-    def feed(self) -> Feed:
-        """Return the side of it that the run sees; from then on nobody else adds rows.
-
-        Raises:
-            ConfigError: an option of it is in the way.
-            UsageError: it holds rows already.
-        """
-        ...
 
 
 _OF_GROUPS = {
@@ -220,15 +85,14 @@ class Episodes:
 
     def ended(self, event: AnyEvent) -> tuple[int | None, ...]:
         """Take an event in, and return the environments whose episodes it ends; None stands for all."""
-        kind = type(event)
-        if kind is Added:
-            self._take(event.uid, event.env)  # type: ignore[union-attr]
-        elif kind is Finished or kind is Failed or kind is Interrupted or kind is Dropped:
-            env = self._open.pop(event.uid, None)  # type: ignore[union-attr]
+        if isinstance(event, Added):
+            self._take(event.uid, event.env)
+        elif isinstance(event, (Finished, Failed, Interrupted, Dropped)):
+            env = self._open.pop(event.uid, None)
             if env is not None:
                 heapq.heappush(self._free, env)
                 return (env,)
-        elif kind is Opened:
+        elif isinstance(event, Opened):
             self._open, self._free, self._next = {}, [], 0
             return (None,)
         return ()
@@ -279,18 +143,28 @@ class RowsFold:
         Raises:
             Damaged: a block cannot be read.
         """
+        # They lie one after the other, as their events came: each file is read once, and one blob held at a time.
+        blobs = reader.each(self._places())
         for each in self.later:
-            if each.added is None:
+            if each.added is None or each.at is None:
                 reading.cut(each.env)
-            elif each.at is not None and each.at.segment >= 0:
-                place = (each.added.first, 0, each.at)
-                reading.add(reader.read_many([place])[each.added.first, 0], each.added, each.at, version)
-            else:
-                raise Damaged(
-                    f"rows {each.added.first} and on were added after the generation, and are in no segment: "
-                    "durability='none' writes them with the next generation"
-                )
+                continue
+            place, blob = next(blobs)
+            if isinstance(blob, Damaged):
+                raise blob
+            assert place == (each.added.first, 0, each.at)
+            reading.add(blob, each.added, each.at, version)
         reading.cut(None)  # whoever played them is not here any more
+
+    def _places(self) -> Iterator[Place]:
+        for each in self.later:
+            if each.added is not None and each.at is not None:
+                if each.at.segment < 0:
+                    raise Damaged(
+                        f"rows {each.added.first} and on were added after the generation, and are in no segment: "
+                        "durability='none' writes them with the next generation"
+                    )
+                yield each.added.first, 0, each.at
 
 
 class Experience:

@@ -252,7 +252,7 @@ class Producer:
 
     def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> bool:
         state = self._state
-        if job.parked and state.experience is None:
+        if job.parked:
             self._park(job, rollout, blob, oldest, newest)
             return True
         # What it made lies in the buffer already.

@@ -31,7 +31,8 @@ from pipeline.store.journal import JournalPosition, Logged, read_journal, read_j
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.wiring.evaluations import Evaluations
-from pipeline.wiring.experience import Feed, Reading, RowsFold
+from pipeline.wiring.experience import RowsFold
+from pipeline.wiring.feed import Feed, Reading
 
 _UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What an event that no pipeline wrote may raise when it is applied."""

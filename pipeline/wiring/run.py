@@ -39,7 +39,8 @@ from pipeline.wiring.consuming import Consumer
 from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
-from pipeline.wiring.experience import Experience, Feed
+from pipeline.wiring.experience import Experience
+from pipeline.wiring.feed import Feed
 from pipeline.wiring.folder import RunFolder
 from pipeline.wiring.outside import Outside, StreamFeed
 from pipeline.wiring.pacing import Pacing

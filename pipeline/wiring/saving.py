@@ -29,7 +29,7 @@ from pipeline.store.segments import Block, SegmentInfo
 from pipeline.store.service import RunBlocking, WriterService
 from pipeline.waiting import Signal
 from pipeline.wiring.collecting import DeadSegments, listed_segments, live_segments
-from pipeline.wiring.experience import RowsCapture
+from pipeline.wiring.feed import RowsCapture
 from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE
 from pipeline.wiring.retention import Retention
 from pipeline.wiring.state import RunState, window_marks

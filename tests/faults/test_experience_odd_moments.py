@@ -29,28 +29,8 @@ from pipeline import (
 from pipeline.checkpoint import verify
 from tasks import SequenceSource
 from tests.support.crashes import crashed_copy
-from tests.support.experience import ROWS, Agent, block, contents, fed, walk
+from tests.support.experience import ROWS, Agent, block, contents, fed, filled, resumed, walk, written
 from tests.support.runs import pipeline
-
-
-async def filled(pipe: Pipeline) -> None:
-    """Wait until every episode has ended, or the run has failed."""
-    state = pipe._run.state
-    await state.changed.wait_for(
-        lambda: state.failure is not None or (not pipe.ledger.outstanding and pipe._run.producer.drained)
-    )
-
-
-async def written(pipe: Pipeline) -> None:
-    assert pipe._run.state.writer is not None
-    await pipe._run.state.writer.flush()
-
-
-async def resumed(pipe: Pipeline) -> Any:
-    found = await pipe.resume()
-    async with pipe.weight_update(version=found.version):
-        pass
-    return found
 
 
 def rewards(buffer: ReplayBuffer) -> list[float]:

@@ -17,32 +17,10 @@ from pipeline.checkpoint import verify
 from pipeline.store.segments import read_blocks
 from tests.support.crashes import crashed_copy
 from tests.support.disk import ScriptedFiles
-from tests.support.experience import ROWS, Agent, block, contents, fed, hop, walk
+from tests.support.experience import ROWS, Agent, block, contents, fed, filled, hop, reaches, resumed, walk, written
 from tests.support.runs import pipeline, task
 
 ALL = [(index, place) for index in range(12) for place in range(2 * ROWS)]
-
-
-async def filled(pipe: Pipeline) -> None:
-    """Wait until every episode has ended."""
-    await pipe._run.state.changed.wait_for(lambda: not pipe.ledger.outstanding and pipe._run.producer.drained)
-
-
-async def reaches(pipe: Pipeline, buffer: ReplayBuffer, added: int) -> None:
-    """Wait until so many rows were added."""
-    await pipe._run.state.changed.wait_for(lambda: buffer.ring.added >= added)
-
-
-async def written(pipe: Pipeline) -> None:
-    assert pipe._run.state.writer is not None
-    await pipe._run.state.writer.flush()
-
-
-async def resumed(pipe: Pipeline, step: int | None = None) -> Any:
-    found = await pipe.resume(step)
-    async with pipe.weight_update(version=found.version):
-        pass
-    return found
 
 
 def make(**options: Any) -> ReplayBuffer:

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import numpy as np
 
-from pipeline import Context, EndOfSource, Item, Limiter, Pipeline, ReplayBuffer, Rollout
+from pipeline import Context, EndOfSource, Item, Limiter, Pipeline, ReplayBuffer, Resumed, Rollout
 from tests.support.runs import pipeline, task
 
 ROWS = 3
@@ -54,6 +54,33 @@ def contents(buffer: ReplayBuffer) -> list[tuple[int, int]]:
     keys = buffer.ring.keys()
     obs = buffer.ring.storage.view("obs")[buffer.ring.slots(keys)]
     return [(int(index), int(place)) for index, place in obs]
+
+
+async def filled(pipe: Pipeline) -> None:
+    """Wait until every episode has ended, or the run has failed."""
+    state = pipe._run.state
+    await state.changed.wait_for(
+        lambda: state.failure is not None or (not pipe.ledger.outstanding and pipe._run.producer.drained)
+    )
+
+
+async def reaches(pipe: Pipeline, buffer: ReplayBuffer, added: int) -> None:
+    """Wait until so many rows were added."""
+    await pipe._run.state.changed.wait_for(lambda: buffer.ring.added >= added)
+
+
+async def written(pipe: Pipeline) -> None:
+    """Let everything that is queued be written."""
+    assert pipe._run.state.writer is not None
+    await pipe._run.state.writer.flush()
+
+
+async def resumed(pipe: Pipeline, step: int | None = None) -> Resumed:
+    """Resume, and say that the weights are those."""
+    found = await pipe.resume(step)
+    async with pipe.weight_update(version=found.version):
+        pass
+    return found
 
 
 class Agent:

@@ -25,7 +25,7 @@ from pipeline import (
     UsageError,
 )
 from tasks import SequenceSource
-from tests.support.experience import ROWS, Agent, block, contents, fed, walk
+from tests.support.experience import ROWS, Agent, block, contents, fed, filled, walk
 from tests.support.runs import task
 
 
@@ -41,15 +41,11 @@ async def until_end(pipe: Pipeline, count: int = 4) -> int:
         return steps
 
 
-async def everything(pipe: Pipeline) -> None:
-    await pipe._run.state.changed.wait_for(lambda: not pipe.ledger.outstanding and pipe._run.producer.drained)
-
-
 async def test_every_row_of_every_episode_is_there_in_its_order() -> None:
     buffer = ReplayBuffer(1000)
     async with fed(buffer) as pipe:
         await pipe.start()
-        await everything(pipe)
+        await filled(pipe)
         found = contents(buffer)
         assert sorted(found) == [(index, place) for index in range(12) for place in range(2 * ROWS)]
         for index in range(12):
@@ -118,7 +114,7 @@ async def test_rows_of_an_attempt_that_failed_stay_and_the_next_one_is_another_e
     buffer = ReplayBuffer(100)
     async with fed(buffer, 5, run=falls_once) as pipe:
         await pipe.start()
-        await everything(pipe)
+        await filled(pipe)
         assert len(buffer) == 5 * 2 * ROWS
         assert buffer.statistics().episodes == 10
         assert buffer.statistics().open_episodes == 0
@@ -142,7 +138,7 @@ async def test_an_episode_that_is_cut_by_a_weight_update_counts_as_done() -> Non
         await reached.wait()
         async with pipe.weight_update(version=1, running="abort"):
             pass
-        await everything(pipe)
+        await filled(pipe)
         totals = pipe.ledger.totals["numbers"]
         assert (totals.retired, totals.retired_early, totals.interrupted) == (4, 1, 1)
         assert sorted({of for of, _ in contents(buffer)}) == [0, 1, 2, 3]
@@ -167,7 +163,7 @@ async def test_rows_say_which_weights_made_them() -> None:
         async with pipe.weight_update(version=7):
             pass
         updated.set()
-        await everything(pipe)
+        await filled(pipe)
         assert buffer.ring.mark("#version", buffer.ring.keys()).tolist() == [0] * 6 + [7] * 3
 
 
@@ -175,7 +171,7 @@ async def test_evaluations_and_single_tries_add_nothing() -> None:
     buffer = ReplayBuffer(100)
     async with fed(buffer, 2) as pipe:
         await pipe.start()
-        await everything(pipe)
+        await filled(pipe)
         assert len(buffer) == 12
         found = await pipe.evaluate("numbers", items=2)
         assert len(found.rollouts) == 2
@@ -325,7 +321,7 @@ async def test_rows_added_after_the_attempt_has_ended_are_refused() -> None:
     buffer = ReplayBuffer(10)
     async with fed(buffer, 1, run=play) as pipe:
         await pipe.start()
-        await everything(pipe)
+        await filled(pipe)
         with pytest.raises(UsageError, match="attempt 1 has ended"):
             await kept[0].extend(block(kept[0].item, 0))
         assert len(buffer) == 0
@@ -343,6 +339,6 @@ async def test_a_source_that_learns_is_told_what_episodes_came_to() -> None:
     pool = Pool()
     async with Pipeline(Task("pool", source=pool, run=walk), buffer=ReplayBuffer(100), watchdog=None) as pipe:
         await pipe.start()
-        await everything(pipe)
+        await filled(pipe)
         assert pool.told == {index: float(index) for index in range(5)}
         assert pipe.progress.produced_samples == {"pool": 5}
