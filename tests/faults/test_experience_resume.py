@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from pipeline import Context, Item, Limiter, Pipeline, ReplayBuffer, Rollout, UsageError
+from pipeline import Context, Item, Limiter, Pipeline, ReplayBuffer, Rollout, UsageError, WriteFailed
 from pipeline.checkpoint import verify
+from pipeline.store.files import OsFiles
 from pipeline.store.segments import read_blocks
 from tests.support.crashes import crashed_copy
 from tests.support.disk import ScriptedFiles
@@ -364,3 +367,76 @@ async def test_a_run_with_a_buffer_and_one_without_are_told_apart(run_directory:
             await pipe.resume()
     async with fed(make(), directory=run_directory) as pipe:
         assert (await resumed(pipe)).step == 1, "nothing was harmed by all that"
+
+
+async def test_rows_are_of_no_newer_weights_than_those_that_came_back(run_directory: str, tmp_path: Path) -> None:
+    """Version 7 of a life whose weights were lost is no version 7 of this one."""
+    go_on = anyio.Event()
+
+    async def waits(item: Item, ctx: Context) -> Rollout:
+        if item.index >= 2:
+            await go_on.wait()
+        await ctx.extend(block(item, 0))
+        return Rollout(reward=0.0)
+
+    buffer = make()
+    async with fed(buffer, 6, run=waits, directory=run_directory, concurrency=2) as pipe:
+        await pipe.start()
+        await reaches(pipe, buffer, 2 * ROWS)
+        await pipe.sample(2)
+        async with pipe.weight_update(version=3):
+            pass
+        await (await pipe.save(3)).committed()
+        async with pipe.weight_update(version=7):
+            pass
+        go_on.set()
+        await filled(pipe)
+        await written(pipe)
+        assert buffer.ring.mark("#version", buffer.ring.keys()).tolist() == [0] * 12 + [7] * 6
+        killed = crashed_copy(run_directory, tmp_path / "killed")
+    again = make()
+    async with fed(again, 6, directory=killed) as pipe:
+        assert (await resumed(pipe)).step == 3
+        assert again.ring.mark("#version", again.ring.keys()).tolist() == [0] * 12 + [3] * 6
+
+
+class Tensors(Agent):
+    """Has a file in every generation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "weight": np.zeros(10)}
+
+
+class NoTrainer(OsFiles):
+    """Has no room for what is attached, while it is told so."""
+
+    full = False
+
+    def create(self, path: str) -> int:
+        if self.full and "/trainer/" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+async def test_a_save_that_fails_before_its_rows_are_written_lets_them_be_overwritten(run_directory: str) -> None:
+    """Or else each row that is overwritten would be copied for a generation that nobody writes."""
+    disk, buffer = NoTrainer(), make(capacity=18)
+    async with fed(buffer, 9, directory=run_directory, durability="none", concurrency=1, files=disk) as pipe:
+        pipe.attach(agent=Tensors())
+        await pipe.start()
+        await reaches(pipe, buffer, ROWS)
+        await pipe.sample(2)
+        disk.full = True
+        with pytest.raises(WriteFailed, match="No space"):
+            await pipe.save(1)
+        assert buffer.ring.before_overwriting is None
+        disk.full = False
+        await filled(pipe)
+        await (await pipe.save(1)).committed()
+        assert buffer.ring.before_overwriting is None
+        found = contents(buffer)
+    again = make(capacity=18)
+    async with fed(again, 9, directory=run_directory, durability="none") as pipe:
+        pipe.attach(agent=Tensors())
+        await resumed(pipe)
+        assert contents(again) == found

@@ -342,3 +342,28 @@ async def test_a_source_that_learns_is_told_what_episodes_came_to() -> None:
         await filled(pipe)
         assert pool.told == {index: float(index) for index in range(5)}
         assert pipe.progress.produced_samples == {"pool": 5}
+
+
+async def test_an_attempt_that_had_added_nothing_yet_is_played_again_whatever_one_before_it_had_added() -> None:
+    second = anyio.Event()
+
+    async def play(item: Item, ctx: Context) -> Rollout:
+        if ctx.attempt == 1:
+            await ctx.extend(block(item, 0))
+            raise ValueError("fell over")
+        if ctx.attempt == 2:
+            second.set()
+            await anyio.sleep_forever()
+        await ctx.extend(block(item, 1))
+        return Rollout(reward=0.0)
+
+    buffer = ReplayBuffer(100)
+    async with fed(buffer, 1, run=play) as pipe:
+        await pipe.start()
+        await second.wait()
+        async with pipe.weight_update(version=1, running="abort"):
+            pass
+        await filled(pipe)
+        totals = pipe.ledger.totals["numbers"]
+        assert (totals.retired, totals.retired_early, totals.interrupted, totals.failed) == (1, 0, 1, 1)
+        assert contents(buffer) == [(0, place) for place in range(2 * ROWS)]
