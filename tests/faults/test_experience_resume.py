@@ -14,7 +14,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from pipeline import Context, Item, Limiter, Pipeline, ReplayBuffer, Rollout, UsageError, WriteFailed
+from pipeline import Context, Damaged, Item, Limiter, Pipeline, ReplayBuffer, Rollout, UsageError, WriteFailed
 from pipeline.checkpoint import verify
 from pipeline.store.files import OsFiles
 from pipeline.store.segments import read_blocks
@@ -440,3 +440,26 @@ async def test_a_save_that_fails_before_its_rows_are_written_lets_them_be_overwr
         pipe.attach(agent=Tensors())
         await resumed(pipe)
         assert contents(again) == found
+
+
+async def test_a_damaged_block_that_no_event_names_is_found(run_directory: str) -> None:
+    """With durability='none' generations alone say where rows lie."""
+    buffer = make()
+    async with fed(buffer, directory=run_directory, durability="none") as pipe:
+        await pipe.start()
+        await filled(pipe)
+        await (await pipe.save(1)).committed()
+    assert verify(run_directory).whole
+    (segment,) = Path(run_directory, "segments").iterdir()
+    (block_,) = read_blocks(str(next(Path(run_directory, "generations").glob("*1/blocks.msgpack"))))
+    raw = bytearray(segment.read_bytes())
+    raw[block_.offset + 200] ^= 1
+    segment.write_bytes(raw)
+    found = verify(run_directory)
+    assert not found.whole
+    assert any(str(block_.offset) in each.what and each.path.endswith(segment.name) for each in found.damages)
+    async with fed(make(), directory=run_directory, durability="none") as pipe:
+        with pytest.raises(Damaged, match=f"{segment.name} at byte {block_.offset}"):
+            await pipe.resume()
+    segment.unlink()
+    assert any("missing" in each.what for each in verify(run_directory).damages)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,3 +146,24 @@ def test_a_lock_file_that_was_replaced_holds_nobody_off(run_directory: str) -> N
         os.unlink(os.path.join(run_directory, "lock"))
         with pytest.raises(WriteFailed, match="was removed, or replaced"):
             pipe.save(pipe.get_batch(2).step)
+
+
+def test_a_lock_file_that_cannot_be_looked_at_is_not_called_removed(
+    run_directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk or a network that does not answer now may answer later."""
+    stat = os.stat
+
+    def refuses(path: Any, **more: Any) -> os.stat_result:
+        if str(path).endswith("lock"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, **more)
+
+    with pipeline(task(40), directory=run_directory).sync() as pipe:
+        pipe.start()
+        step = pipe.get_batch(2).step
+        with monkeypatch.context() as patched:
+            patched.setattr("os.stat", refuses)
+            with pytest.raises(WriteFailed, match=r"cannot be looked at now.*a retry may work"):
+                pipe.save(step)
+        pipe.save(step).committed()

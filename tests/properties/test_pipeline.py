@@ -17,7 +17,7 @@ from tests.properties.conftest import SOAK
 from tests.support.pipeline_life import GROUPS, MEMBERS, PLANS, Attempt, PipelineLives, key_of
 from tests.support.pipeline_model import Generation
 
-pytestmark = pytest.mark.timeout(600)  # the plain limit would cut off the shrinking of what was found
+pytestmark = pytest.mark.timeout(600 * SOAK)  # the plain limit would cut off the shrinking of what was found
 
 ENDINGS = st.sampled_from(["finish", "finish", "park", "fail"])
 SIZES = st.sampled_from([GROUPS, GROUPS, 1, 3])
