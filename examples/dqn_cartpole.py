@@ -110,13 +110,13 @@ def train(directory, seed, die_after):
     return False
 
 
-def supervise(seed, kills):
-    """Start the training again and again, until it was killed ``kills`` times; return whether it reached the mark."""
+def supervise(script, seed, kills):
+    """Start a training again and again, until it was killed ``kills`` times; return whether it reached the mark."""
     moments = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         for life in range(kills + 1):
             die_after = 0 if life == kills else moments.randrange(1500, 3500)
-            command = [sys.executable, __file__, "--seed", str(seed), "--directory", f"{directory}/run"]
+            command = [sys.executable, script, "--seed", str(seed), "--directory", f"{directory}/run"]
             code = subprocess.run([*command, "--die-after", str(die_after)]).returncode
             if code != -signal.SIGKILL:
                 return code == 0
@@ -124,14 +124,18 @@ def supervise(seed, kills):
     return False
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(script, about, train):
+    """Train in the folder that the command line names, or have it done in processes that are killed."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--directory")
     parser.add_argument("--die-after", type=int, default=0)
     given = parser.parse_args()
-    reached = (
-        train(given.directory, given.seed, given.die_after) if given.directory else supervise(given.seed, given.kills)
-    )
-    sys.exit(0 if reached else 1)
+    if given.directory:
+        return train(given.directory, given.seed, given.die_after)
+    return supervise(script, given.seed, given.kills)
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main(__file__, __doc__, train) else 1)

@@ -6,20 +6,16 @@ Each item is an episode. Buffer, agent, and what is played next are saved as one
 played after the last save is in the journal, and is not lost.
 """
 
-import argparse
 import copy
 import os
-import random
 import signal
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from dqn_cartpole import BATCH, GAMMA, MARK, N_STEP, Agent, episode
+from dqn_cartpole import BATCH, GAMMA, MARK, N_STEP, Agent, episode, main
 
 from forebay import Anneal, Limiter, Pipeline, Prioritized, ReplayBuffer, Rollout, SequenceSource, Task
 
@@ -85,28 +81,5 @@ def train(directory, seed, die_after):
     return False
 
 
-def supervise(seed, kills):
-    """Start the training again and again, until it was killed ``kills`` times; return whether it reached the mark."""
-    moments = random.Random(seed)
-    with tempfile.TemporaryDirectory() as directory:
-        for life in range(kills + 1):
-            die_after = 0 if life == kills else moments.randrange(1500, 3500)
-            command = [sys.executable, __file__, "--seed", str(seed), "--directory", f"{directory}/run"]
-            code = subprocess.run([*command, "--die-after", str(die_after)]).returncode
-            if code != -signal.SIGKILL:
-                return code == 0
-            print("  killed", flush=True)
-    return False
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--directory")
-    parser.add_argument("--die-after", type=int, default=0)
-    given = parser.parse_args()
-    reached = (
-        train(given.directory, given.seed, given.die_after) if given.directory else supervise(given.seed, given.kills)
-    )
-    sys.exit(0 if reached else 1)
+    sys.exit(0 if main(__file__, __doc__, train) else 1)
