@@ -2,6 +2,7 @@
 #   VENV=/tmp/x make test                   another environment
 #   PYTHON=python3.13 make test             the interpreter that a new environment is made with
 #   make test TEST_ARGS="-k journal -x"     more arguments for pytest
+#   make test WORKERS=0                     in one process; two share the tests by default
 #   make demo ARGS="--help"                 arguments for the demo, and for `make bench`
 
 VENV ?= .venv
@@ -12,6 +13,7 @@ SEEDS ?= 10000
 FUZZ ?= 3600
 ARGS ?=
 TEST_ARGS ?=
+WORKERS ?= 2
 
 # The first that runs, is new enough, and can make environments (some distributions split that off).
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -48,7 +50,7 @@ demo: $(STAMP)  ## run the demo: train, kill -9, go on
 	@$(BIN)/forebay demo $(ARGS)
 
 test: $(STAMP)  ## run the tests
-	@$(BIN)/python -m pytest -q $(TEST_ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 
 lint: $(STAMP)  ## check style and format
 	@$(BIN)/ruff check

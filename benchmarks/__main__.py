@@ -8,14 +8,18 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks import checkpoint, overhead, replay, staleness, transitions
+from benchmarks import checkpoint, overhead, processes, replay, serving, sharded, staleness, tools, transitions
 from benchmarks.harness import Row, show
 
 BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {
     "checkpoint": checkpoint.run,
     "overhead": overhead.run,
+    "processes": processes.run,
     "replay": replay.run,
+    "sharded": sharded.run,
+    "serving": serving.run,
     "staleness": staleness.run,
+    "tools": tools.run,
     "transitions": transitions.run,
 }
 
@@ -27,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of rows on stdout")
     parser.add_argument("--scale", type=float, default=1.0, help="how much work, relative to the figures that count")
     parser.add_argument(
-        "--folder", help="checkpoint, transitions: a folder on the disk to be measured; else the current one"
+        "--folder", help="checkpoint, tools, transitions: a folder on the disk to be measured; else the current one"
     )
     parser.add_argument("--large", action="store_true", help="checkpoint: a buffer of 4 GB as well")
     given = parser.parse_args(arguments)
@@ -35,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen: dict[str, Callable[[float], list[Row]]] = {
         **BENCHMARKS,
         "checkpoint": partial(checkpoint.run, folder=given.folder, large=given.large),
+        "tools": partial(tools.run, folder=given.folder),
         "transitions": partial(transitions.run, folder=given.folder),
     }
     rows = [row for name in names for row in chosen[name](given.scale)]

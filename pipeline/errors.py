@@ -10,10 +10,25 @@
     │   ├── RolloutFailed                    it raised, and its policy says to stop
     │   ├── RolloutInvalid   (TypeError)     it returned what is no rollout
     │   │   └── RolloutTooDeep               its info is nested too deep: the attempt failed, the run goes on
-    │   └── GroupsRejected                   its filter, or what the filter rejects without end
+    │   ├── GroupsRejected                   its filter, or what the filter rejects without end
+    │   ├── RunnerRaised                     it raised, in another process
+    │   ├── WorkerDied                       its worker process ended under it
+    │   └── WorkerFailed                     no worker process can start, or import what it is to run
     ├── EndOfSource          (EOFError)      a finite source has nothing left
     ├── Starved              (RuntimeError)  waiting cannot help: nothing can be produced
     ├── TimedOut             (TimeoutError)  a limiter did not let it through in time
+    ├── RanksError           (RuntimeError)  what the ranks of a run do together
+    │   ├── RankLost         (TimeoutError)  one of them was not heard from in time
+    │   └── RankFailed                       one of them failed, or they do not agree
+    ├── ServingError         (RuntimeError)  between the process that holds a pipeline and one that uses it
+    │   ├── NotServed        (ConnectionError)  no process of this machine serves the run
+    │   ├── PeerLost         (ConnectionError)  the other process ended
+    │   └── RemoteError                      the other process raised what is no error of this tree
+    ├── ChatError            (RuntimeError)  what a language model's server said, or did not say
+    │   ├── ServerFailed     (ConnectionError)  no server answered, after every attempt that was allowed
+    │   ├── RequestRefused   (ValueError)    a server refuses the request, and would again
+    │   ├── ReplyInvalid     (ValueError)    a reply contradicts itself
+    │   └── ChatLimit                        the conversation has no turn, token or time left
     ├── SourceError          (ValueError)
     │   └── SourceMismatch                   the run was begun with another source
     └── StoreError           (OSError)       what lies, or should lie, on the disk
@@ -82,6 +97,48 @@ class GroupsRejected(RunnerError):
     """A task's filter raised, or has rejected too many groups in a row."""
 
 
+class RunnerRaised(RunnerError):
+    """What ran in another process raised; the message is the error's own, behind the name of its type.
+
+    Attributes:
+        type_name: the name of the error's type.
+        traceback: where it was raised, as text; the error's note shows it as well.
+    """
+
+    def __init__(self, message: str, *, type_name: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.type_name, self.traceback = type_name, traceback
+
+
+class WorkerDied(RunnerError):
+    """A worker process ended while it ran something: an attempt is lost, and run again.
+
+    Attributes:
+        pid: the process.
+        signal: the name of the signal that ended it; None if it left by itself.
+        code: its exit code; None if a signal ended it.
+        stderr: the last lines that it wrote there.
+        planned: whether it was ended on purpose, because of something else that it ran.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        pid: int = 0,
+        signal: str | None = None,
+        code: int | None = None,
+        stderr: str = "",
+        planned: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.pid, self.signal, self.code, self.stderr, self.planned = pid, signal, code, stderr, planned
+
+
+class WorkerFailed(RunnerError):
+    """Worker processes cannot start, or cannot import what they are to run: the run ends, since nothing could run."""
+
+
 class EndOfSource(ForebayError, EOFError):
     """Every item of every finite source has been handed out."""
 
@@ -100,6 +157,62 @@ class TimedOut(ForebayError, TimeoutError):
 
     def __reduce__(self) -> Any:
         return TimedOut, (str(self),)
+
+
+class RanksError(ForebayError, RuntimeError):
+    """Something that the ranks of a run do together was not done; nothing was changed."""
+
+
+class RankLost(RanksError, TimeoutError):
+    """A rank was not heard from in time: it ended, or is elsewhere; the message names it."""
+
+
+class RankFailed(RanksError):
+    """A rank failed, or differs from the others; the message names it, and says with what."""
+
+
+class ServingError(ForebayError, RuntimeError):
+    """Something between the process that holds a pipeline and one that uses it by ``connect``."""
+
+
+class NotServed(ServingError, ConnectionError):
+    """No process of this machine serves the run, or one that this process cannot talk to."""
+
+
+class PeerLost(ServingError, ConnectionError):
+    """The process that holds the pipeline ended, or broke the connection; connect again when it is back."""
+
+
+class RemoteError(ServingError):
+    """The other process raised what is no error of this tree; the message says what it was."""
+
+
+class ChatError(ForebayError, RuntimeError):
+    """Something about a conversation with a language model's server."""
+
+
+class ServerFailed(ChatError, ConnectionError):
+    """No server answered, after every attempt that was allowed; the cause is what the last one met."""
+
+
+class RequestRefused(ChatError, ValueError):
+    """A server refuses a request, and would refuse it again; the message has its words."""
+
+
+class ReplyInvalid(ChatError, ValueError):
+    """A reply contradicts itself: token ids and log-probs of different numbers, say."""
+
+
+class ChatLimit(ChatError):
+    """A conversation has no turn, token or time left.
+
+    Attributes:
+        what: ``turns``, ``tokens`` or ``time``.
+    """
+
+    def __init__(self, message: str, *, what: str = "") -> None:
+        super().__init__(message)
+        self.what = what
 
 
 class SourceError(ForebayError, ValueError):
@@ -127,7 +240,12 @@ class NewerFormat(StoreError):
 
 
 class Damaged(StoreError):
-    """A file is cut, missing or altered; the message names the file and the offset."""
+    """A file is cut, missing or altered; the message names the file and the offset, and so does ``offset``, where the
+    damage has a place."""
+
+    def __init__(self, *message: object, offset: int | None = None) -> None:
+        super().__init__(*message)
+        self.offset = offset
 
 
 class Locked(StoreError):

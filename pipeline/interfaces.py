@@ -6,13 +6,17 @@ implementation passes, in ``tests/conformance``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from pipeline.records import Item, Rollout, SourceMark
+import msgspec
+
+from pipeline.records import TRAIN, Item, Rollout, SourceMark
 
 # A rollout function: ``async def solve(item, ctx) -> Rollout``.
 Runner: TypeAlias = Callable[[Item, Any], Awaitable[Rollout]]
+# One for an engine that runs it in another process.
+PlainRunner: TypeAlias = Callable[[Item, Any], Rollout]
 
 
 @runtime_checkable
@@ -67,6 +71,19 @@ class LearningSource(Source, Protocol):
 
 
 @runtime_checkable
+class ChoosingSource(LearningSource, Protocol):
+    """A source that learns and says itself which item is next, such as ``tasks.prompts.DifficultyPool``."""
+
+    def choose(self, seed: int, epoch: int, position: int, /) -> int:
+        """Return the index of the item that is drawn at a position of an epoch.
+
+        It is asked again until the draw is recorded, so it changes nothing: what it returns hangs on these three and on
+        what it was told by ``feedback``. The index is kept in the journal.
+        """
+        ...
+
+
+@runtime_checkable
 class Stream(Protocol):
     """Items without an index: any async iterator, such as an async generator. Its items are kept in the journal.
 
@@ -105,14 +122,42 @@ class Stateful(Protocol):
         ...
 
 
+class AttemptFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What an attempt's context says to an engine that runs it in another process."""
+
+    member: int
+    attempt: int
+    version: int
+    key: str
+    stream: tuple[int, ...]
+    """What seeds ``ctx.rng``."""
+    kind: str = TRAIN
+    part: bytes | None = None
+    """The blob of what an earlier attempt kept."""
+    rows: bool = False
+    """Whether what it makes are rows of a buffer."""
+
+
 class Engine(Protocol):
     """Where attempts run.
 
     ::
 
+        engine.check(task)
         async with engine:
             rollout = await engine.run(task, item, ctx)
+
+    An attempt that is lost with the process that it ran in raises :class:`~pipeline.errors.WorkerDied`: that is no
+    failure. What cannot be run at all may be returned as a :class:`~pipeline.errors.RunnerError`: that ends the run.
     """
+
+    def check(self, task: Any) -> None:
+        """Raise ConfigError if this engine cannot run ``task``."""
+        ...
+
+    def slots(self, tasks: Sequence[Any]) -> int | None:
+        """Return how many attempts at ``tasks`` can run at once; None: any number."""
+        ...
 
     async def __aenter__(self) -> Any: ...
 

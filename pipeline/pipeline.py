@@ -25,11 +25,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
+import msgspec
 
 from pipeline.buffer import Batch
 from pipeline.checkpoint.trainer_state import load_states
 from pipeline.config import PipelineOptions
-from pipeline.engines import LocalEngine
+from pipeline.distributed import Ranks
+from pipeline.engines.local import LocalEngine
 from pipeline.errors import ConfigError, EndOfSource, ForebayError, UsageError
 from pipeline.interfaces import Engine
 from pipeline.ledger import Ledger
@@ -42,6 +44,7 @@ from pipeline.store.files import FilesLike
 from pipeline.task import Task
 from pipeline.wiring.experience import check_rows
 from pipeline.wiring.feed import Fillable
+from pipeline.wiring.rank_run import RankRun, with_ranks
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.run import Run
 from pipeline.wiring.sharing import OnCommit
@@ -50,6 +53,7 @@ from pipeline.wiring.verbs import OutsideVerbs
 from pipeline.wiring.weights import Running
 
 if TYPE_CHECKING:
+    from pipeline.serve.server import Serving
     from pipeline.sync_form import SyncPipeline
 
 
@@ -59,12 +63,15 @@ class Pipeline(OutsideVerbs):
     Args:
         tasks: what to run, with distinct names.
         options: a :class:`~pipeline.PipelineOptions` or a mapping of plain values.
-        engine: where attempts run; this process if left out.
+        engine: where attempts run: this process, if left out, or a :class:`~pipeline.ProcessEngine`.
         buffer: a :class:`~pipeline.ReplayBuffer` for rollouts that make transitions: they add rows with ``ctx.extend``,
             and the trainer draws with :meth:`sample` instead of ``get_batch``. Its rows, draws and priorities are saved
             and resumed with the run, so it has no directory of its own.
         on_commit: told of each generation once it is on the disk, beside everything else: an async function, or a plain
             one, which gets a thread. It gets a :class:`~pipeline.Committed`, whose files it may copy elsewhere.
+        ranks: this process among those that train together: each makes its own share of the rollouts and gets its
+            share of each batch, in one run; see ``docs/scaling.md``. All of them make the same pipeline, and call the
+            same verbs in the same order.
         files: the file layer, for tests.
         inline: write on the event loop, for tests on a virtual clock; ``"eager"``: each event at once.
         **more: single options; they win over ``options``.
@@ -82,6 +89,7 @@ class Pipeline(OutsideVerbs):
         files: FilesLike | None = None,
         on_commit: OnCommit | None = None,
         buffer: Fillable | None = None,
+        ranks: Ranks | None = None,
         inline: bool | Literal["eager"] = False,
         **more: Any,
     ) -> None:
@@ -98,12 +106,20 @@ class Pipeline(OutsideVerbs):
         base = options.to_dict() if isinstance(options, PipelineOptions) else dict(options or {})
         self.options = PipelineOptions.of({**base, **more})
         self._tasks = given
+        if ranks is not None:
+            self.options = with_ranks(given, self.options, ranks, buffer=buffer)
         feed = None
         if buffer is not None:
             check_rows(given, self.options)
             feed = buffer.feed()
-        self._run = Run(given, self.options, files=files, engine=engine, inline=inline, on_commit=on_commit, feed=feed)
+        engine = LocalEngine() if engine is None else engine
+        for task in given:
+            engine.check(task)
+        self.options = _within(self.options, engine.slots(given))
+        how: dict[str, Any] = {"files": files, "engine": engine, "inline": inline, "on_commit": on_commit, "feed": feed}
+        self._run = Run(given, self.options, **how) if ranks is None else RankRun(given, self.options, ranks, **how)
         self._last = BatchStatistics()
+        self._run.control.statistics = self.statistics
 
     # -- opening and closing -----------------------------------------------------------------------------------
 
@@ -116,15 +132,16 @@ class Pipeline(OutsideVerbs):
             raise
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._run.left_by = error
         try:
             await self._run.close()
         except ForebayError:
             # An error that is already on its way out says more than what closing found.
-            if exc[1] is None:
+            if error is None:
                 raise
         finally:
-            self._run.triggers.give_signals_back(failed=exc[1] is not None)
+            self._run.triggers.give_signals_back(failed=error is not None)
 
     async def aclose(self) -> None:
         """Interrupt what runs, end the leases, write what is queued, free the folder. May be called from any task.
@@ -161,6 +178,7 @@ class Pipeline(OutsideVerbs):
         from_: str | os.PathLike[str] | None = None,
         external: str | os.PathLike[str] | None = None,
         restart: Sequence[str] = (),
+        rebalance: bool = False,
     ) -> Resumed:
         """Go on from the newest generation, or from the newest one of ``step``; nothing is produced yet.
 
@@ -173,6 +191,7 @@ class Pipeline(OutsideVerbs):
                 none yet; the other run is only read.
             external: the path of a checkpoint of the trainer's own: the generation that was saved with it.
             restart: tasks to begin anew, because their source is another one now.
+            rebalance: with ``ranks=``, share out what is not trained anew, though there are as many ranks as before.
 
         Raises:
             Damaged: something that was promised to be there is not; the message says what and where.
@@ -182,7 +201,7 @@ class Pipeline(OutsideVerbs):
             UsageError: other names are attached than were saved, another seed, or resumed or started before.
         """
         await self._honour()
-        found = await self._run.find(step, restart, from_=from_, external=external)
+        found = await self._run.find(step, restart, from_=from_, external=external, rebalance=rebalance)
         if found is None:
             return Resumed()
         self._run.check_sources(found, restart)
@@ -212,7 +231,8 @@ class Pipeline(OutsideVerbs):
     # -- batches ---------------------------------------------------------------------------------------------------
 
     async def get_batch(self, groups: int) -> Batch:
-        """Wait for a batch of ``groups`` groups and lease it for the next step.
+        """Wait for a batch of ``groups`` groups and lease it for the next step. With ``ranks=`` it is shared evenly by
+        all of them.
 
         A finite source ends with a last batch that may be shorter, and then with EndOfSource. While groups are parked
         it waits for their rewards (``reward``, or ``discard``), and while a stream is open for its items. Cancelling
@@ -334,12 +354,48 @@ class Pipeline(OutsideVerbs):
         """Version of the weights that rollouts are made with."""
         return self._run.state.version
 
+    # -- trainers in other processes ----------------------------------------------------------------------------------
+
+    async def serve(self, *, via: Literal["ray"] | None = None, name: str | None = None) -> Serving:
+        """Let trainers in other processes of this machine use this pipeline: ``forebay.connect(directory)``.
+
+        Served until it is closed. What a trainer holds is given back when its process ends, however it does.
+
+        Args:
+            via: ``"ray"``: trainers on any node of the Ray cluster may, with ``connect(directory, via="ray")`` or
+                ``connect("ray://NAME")``; those of this machine as ever.
+            name: what it is called there; else by the run's id and the incarnation, which ``directory`` says.
+
+        Returns:
+            What knows the address, which a run without a directory needs, and waits for the trainers:
+            ``await serving.ended()``.
+
+        Raises:
+            ServingError: the system has no such sockets, or the run is served already, or Ray cannot be used.
+            UsageError: rollouts fill a buffer of transitions; share that buffer instead.
+        """
+        if via not in (None, "ray") or (name is not None and not (via and isinstance(name, str) and name)):
+            raise ConfigError(f"serve(via={via!r}, name={name!r}): via='ray' is allowed, and a name with it")
+        from pipeline.serve.server import Serving
+
+        self._run.require_open()
+        if self._run.state.size > 1:
+            raise UsageError("serve(): with ranks= each rank has batches of its own; serve a pipeline without them")
+        if self._run.state.experience is not None:
+            raise UsageError(
+                "serve(): these rollouts fill a buffer; ReplayBuffer(storage='shared') is for other processes"
+            )
+        serving = Serving(self)
+        await (serving.begin() if via is None else serving.begin_far(name))
+        return serving
+
     # -- seeing ----------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
-        """How far the run is; always the same object, brought up to date when it is asked for."""
-        return self._run.state.refresh_progress()
+        """How far the run is; always the same object, brought up to date when it is asked for. With ``ranks=``, that of
+        all of them together, as of the last ``get_batch`` or save."""
+        return self._run.consumer.progress
 
     @property
     def ledger(self) -> Ledger:
@@ -355,8 +411,17 @@ class Pipeline(OutsideVerbs):
         return flatten(self.statistics())
 
     @staticmethod
-    async def try_one(task: Task, index: int = 0, *, seed: int = 0, version: int = 0) -> Rollout:
+    async def try_one(
+        task: Task, index: int = 0, *, seed: int = 0, version: int = 0, engine: Engine | None = None
+    ) -> Rollout:
         """Run one item of a task, with no run at all: nothing is stored and errors are raised as they are.
+
+        Args:
+            task: it need not be of any pipeline.
+            index: of the item.
+            seed: as the pipeline's.
+            version: what ``ctx.version`` is.
+            engine: where it runs; this process if left out.
 
         Raises:
             RolloutInvalid: the runner returned what is no rollout.
@@ -364,10 +429,19 @@ class Pipeline(OutsideVerbs):
         """
         item = Item(task.name, 0, index, 0, task.source.item(index))
         ctx = Context(item, 0, 1, version, _run=RunFacts(seed, "try_one"))
-        async with LocalEngine() as engine:
+        where: Engine = LocalEngine() if engine is None else engine
+        where.check(task)
+        async with where:
             with anyio.fail_after(task.timeout):
-                rollout = await engine.run(task, item, ctx)
+                rollout = await where.run(task, item, ctx)
         fault = check_rollout(rollout, item)
         if fault is not None:
             raise ValueError(f"{item}: {fault}")
         return rollout
+
+
+def _within(options: PipelineOptions, slots: int | None) -> PipelineOptions:
+    """Begin no more attempts than the engine can run: one that waits for its place would only grow old."""
+    if slots is None or slots >= options.concurrency:
+        return options
+    return msgspec.structs.replace(options, concurrency=slots)

@@ -6,8 +6,7 @@ The events are a journal format. Evolution rules, which hold for every struct he
 * a tag is never reused; a reader that meets an unknown tag refuses the journal as newer;
 * every format version ever written has a golden file in ``tests/golden``.
 
-Events are encoded as MessagePack arrays (a third of the bytes and half the time of maps), so the order of
-fields *is* the format.
+Events are MessagePack arrays (a third of the bytes and half the time of maps): the order of fields *is* the format.
 """
 
 from __future__ import annotations
@@ -447,12 +446,30 @@ class Inherited(Event, frozen=True, array_like=True, tag="inherit"):
     next_uid: int = 0
     given: dict[str, float] = {}
     """The shares that the tasks were made with, where others have been set."""
+    turns: int = -1
+    """A draw that is the first rank's turn, where ranks share the order; -1: the next one."""
+
+
+class Reserved(Event, frozen=True, array_like=True, tag="reserve"):
+    """Draws of the order of all ranks, (uid, task, epoch, position, index) each: this rank claims them, and no other.
+
+    The other fields say how the order stands after this turn of all ranks, at the draw ``next``: epochs that began on
+    the way; by task, epoch and place in it; and draws since shares were set. It comes before these claims."""
+
+    draws: list[tuple[int, str, int, int, int]]
+    next: int
+    began: list[EpochBegan] = []
+    positions: dict[str, tuple[int, int]] = {}
+    drawn: dict[str, int] = {}
 
 
 class Closed(Event, frozen=True, array_like=True, tag="close"):
     """The incarnation ended on purpose: attempts cut by it were no deaths of the process."""
 
     wall: float = 0.0
+    how: str = ""
+    """``asked`` to stop, and not ended yet; ``stopped``, ``closed`` or ``failed``, as it ended. Empty: not said."""
+    reason: str = ""
 
 
 AnyEvent: TypeAlias = (
@@ -477,21 +494,7 @@ AnyEvent: TypeAlias = (
     | PartSaved
     | Moved
     | Added
+    | Reserved
 )
 
 DROP_REASONS = ("failed", "quarantined", "filtered", "expired", "evicted", "discarded")
-
-
-class Location(msgspec.Struct, frozen=True, gc=False):
-    """Where a payload's frame begins: segment ``incarnation``/``rank``/``segment``, byte ``offset``."""
-
-    incarnation: int
-    rank: int
-    segment: int
-    offset: int
-    length: int
-
-    @property
-    def segment_key(self) -> tuple[int, int, int]:
-        """What names the segment."""
-        return self.incarnation, self.rank, self.segment

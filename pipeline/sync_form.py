@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pipeline.buffer import Batch
 from pipeline.checkpoint.trainer_state import load_states
 from pipeline.checkpoint.triggers import CheckpointRequest, Then
-from pipeline.errors import ClosedError, EndOfSource, ForebayError, StoppedExit, UsageError
+from pipeline.errors import ClosedError, EndOfSource, ForebayError, Stopped, StoppedExit, UsageError
 from pipeline.ledger import Ledger
 from pipeline.records import Rollout
 from pipeline.sampler import Progress
@@ -31,6 +31,7 @@ from pipeline.wiring.weights import Running
 
 if TYPE_CHECKING:
     from pipeline.pipeline import Pipeline
+    from pipeline.serve.server import Serving
 
 T = TypeVar("T")
 
@@ -52,6 +53,28 @@ class SyncSaving:
 
     def __repr__(self) -> str:
         return f"SyncSaving(generation={self.generation}, step={self.step})"
+
+
+class SyncServing:
+    """A pipeline that is served. ``address`` is what ``connect`` takes instead of the run's folder."""
+
+    def __init__(self, serving: Serving, call: Callable[..., Any]) -> None:
+        self._serving, self._call = serving, call
+        self.address, self.far_address = serving.address, serving.far_address
+
+    def ended(self) -> bool:
+        """See :meth:`pipeline.serve.Serving.ended`."""
+        ended, stopped = self._call(_without_stop, self._serving.ended)
+        if stopped is not None:
+            raise StoppedExit(stopped.code, stopped.reason, stopped.step, stopped.generation)
+        return bool(ended)
+
+
+async def _without_stop(wait: Callable[[], Awaitable[T]]) -> tuple[T | None, Stopped | None]:
+    try:  # Raised on the loop it would end that.
+        return await wait(), None
+    except Stopped as stopped:
+        return None, stopped
 
 
 class _Turn:
@@ -109,14 +132,15 @@ class SyncPipeline:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._run.left_by = error
         try:
             self._close()
         except ForebayError:
-            if exc[1] is None:
+            if error is None:
                 raise
         finally:
-            self._run.triggers.give_signals_back(failed=exc[1] is not None)
+            self._run.triggers.give_signals_back(failed=error is not None)
 
     def close(self) -> None:
         """Interrupt what runs, end the leases, write what is queued, free the folder, and end the thread. In a forked
@@ -179,10 +203,12 @@ class SyncPipeline:
         from_: str | os.PathLike[str] | None = None,
         external: str | os.PathLike[str] | None = None,
         restart: Sequence[str] = (),
+        rebalance: bool = False,
     ) -> Resumed:
         """See :meth:`pipeline.Pipeline.resume`. Attached objects are loaded on this thread."""
         self._honour()
-        found = self._call(partial(self._run.find, step, restart, from_=from_, external=external))
+        how: dict[str, Any] = {"from_": from_, "external": external, "rebalance": rebalance}
+        found = self._call(partial(self._run.find, step, restart, **how))
         if found is None:
             return Resumed()
         self._do(self._run.check_sources, found, restart)
@@ -335,7 +361,7 @@ class SyncPipeline:
 
     def _honour(self, *, known: bool = False, waits: bool = False) -> None:
         run = self._run
-        if self._portal is None or (run.triggers.pending is None and not run.triggers.signalled):
+        if self._portal is None or (run.triggers.pending is None and not run.triggers.unheard):
             return
         while (request := self._do(partial(run.triggers.heard, known=known, waits=waits))) is not None:
             answer = run.saves.answer(request, known=run.triggers.known or known)
@@ -393,6 +419,10 @@ class SyncPipeline:
         evaluate = self._run.evaluate
         return self._unless_asked(lambda: evaluate(task, version, items, samples), stop_only=True)
 
+    def serve(self, *, via: Literal["ray"] | None = None, name: str | None = None) -> SyncServing:
+        """See :meth:`pipeline.Pipeline.serve`."""
+        return SyncServing(self._call(partial(self._pipe.serve, via=via, name=name)), self._call)
+
     # -- seeing ----------------------------------------------------------------------------------------------------
 
     @property
@@ -414,8 +444,8 @@ class SyncPipeline:
         return self._do(self._pipe.metrics)
 
     @staticmethod
-    def try_one(task: Any, index: int = 0, *, seed: int = 0, version: int = 0) -> Any:
+    def try_one(task: Any, index: int = 0, *, seed: int = 0, version: int = 0, engine: Any = None) -> Any:
         """See :meth:`pipeline.Pipeline.try_one`."""
         from pipeline.pipeline import Pipeline
 
-        return anyio.run(lambda: Pipeline.try_one(task, index, seed=seed, version=version))
+        return anyio.run(lambda: Pipeline.try_one(task, index, seed=seed, version=version, engine=engine))

@@ -12,7 +12,8 @@ import msgspec
 from pipeline.config import LEAST, MOST, FailurePolicy, Retry, ZeroVariance, failure_policy
 from pipeline.config.base import is_text
 from pipeline.errors import ConfigError, SourceError
-from pipeline.interfaces import Runner, Source, Stream
+from pipeline.interfaces import PlainRunner, Runner, Source, Stream
+from pipeline.names import is_import_path
 from pipeline.records import Rollout, SourceMark
 
 GroupFilter: TypeAlias = ZeroVariance | Callable[[Sequence[Rollout]], bool]
@@ -41,7 +42,8 @@ class Task:
         name: unique in the run; it stands in the journal, so keep it between runs.
         source: where the items come from: a :class:`~pipeline.Source`, or a stream (any async iterator; ``epochs`` and
             ``shuffle`` mean nothing then).
-        run: ``async def run(item, ctx) -> Rollout``.
+        run: ``async def run(item, ctx) -> Rollout``; for a :class:`~pipeline.ProcessEngine` a plain ``def`` as well, or
+            the name of one, ``"module:function"``, which only its workers import.
         group_size: rollouts of each item; they are stored and consumed together.
         share: how much of all draws this task gets, relative to the other tasks' shares.
         on_failure: ``Retry(attempts=3)``, ``FailFast()`` or ``Skip()``, or the same as plain values.
@@ -58,7 +60,8 @@ class Task:
         shuffle: whether each epoch has an order of its own, or the source's.
         resource: what the runner needs and finds as ``ctx.resource``. An async context manager is opened once and
             shared by all attempts of the process (a client); a callable that returns one is called for each slot that
-            works on this task, and what it opened is used by one attempt at a time (an environment).
+            works on this task, and what it opened is used by one attempt at a time (an environment). A worker process
+            calls it for itself; there it may be named, as ``run`` may.
 
     Raises:
         ConfigError: an argument is of the wrong kind or out of range.
@@ -69,7 +72,7 @@ class Task:
         name: str,
         *,
         source: Source | Stream,
-        run: Runner,
+        run: Runner | PlainRunner | str,
         group_size: int = 1,
         share: float = 1.0,
         on_failure: FailurePolicy | Mapping[str, Any] | str = Retry(attempts=3),  # noqa: B008  frozen
@@ -99,7 +102,8 @@ class Task:
         _whole(name, "max_failures", max_failures, 1, 2**62)
         if epochs is not None:
             _whole(name, "epochs", epochs, 1, 2**62)
-        self.name, self.run = name, run
+        self.name = name
+        self.run: Any = run
         self.source: Source = source if isinstance(source, Source) else StreamSource(source)
         self.group_size, self.share, self.timeout, self.group_timeout = group_size, float(share), timeout, group_timeout
         self.filter, self.max_rejections = _group_filter(name, filter), max_rejections
@@ -115,14 +119,13 @@ class Task:
                 "for a list, use SequenceSource(list)",
                 option="source",
             )
-        called = run if inspect.isroutine(run) or not callable(run) else run.__call__
-        if not callable(run) or not (inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(called)):
+        if not callable(run) and not _is_name(run):
             raise ConfigError(
-                f"task {name!r}: run={run!r} must be an async function of (item, ctx); "
-                "a plain function can be wrapped with threaded()",
+                f"task {name!r}: run={run!r} must be a function of (item, ctx), or 'module:function' that names one",
                 option="run",
             )
-        if resource is not None and not callable(resource) and not isinstance(resource, AbstractAsyncContextManager):
+        known = resource is None or callable(resource) or _is_name(resource)
+        if not known and not isinstance(resource, AbstractAsyncContextManager):
             raise ConfigError(
                 f"task {name!r}: resource={resource!r} must be an async context manager or a callable that returns one",
                 option="resource",
@@ -168,6 +171,10 @@ def _group_filter(task: str, given: Any) -> GroupFilter | None:
         )
     function: GroupFilter = given
     return function
+
+
+def _is_name(given: Any) -> bool:
+    return isinstance(given, str) and is_import_path(given)
 
 
 def _named(function: Any) -> str | None:

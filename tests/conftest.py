@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,12 @@ import pytest
 import structlog
 
 pytest_plugins = ["pipeline.testing.plugin"]
+
+
+def pytest_configure() -> None:
+    """Started by a shell as a job beside others, Ctrl-C is ignored by this process and by each that a test starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +33,15 @@ def no_file_stays_open() -> Iterator[None]:
     """Thousands of tests open files; one that leaves some open would break another, far from it."""
     yield
     if os.path.isdir("/proc/self/fd"):
-        left = len(os.listdir("/proc/self/fd"))
-        assert left < 200, f"{left} files are open after the last test"
+        left = [_what(name) for name in os.listdir("/proc/self/fd")]
+        assert len(left) < 200, f"{len(left)} files are open after the last test: {Counter(left).most_common(9)}"
+
+
+def _what(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").partition(":")[0]
+    except OSError:
+        return "closed meanwhile"
 
 
 @pytest.fixture

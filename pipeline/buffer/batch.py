@@ -32,7 +32,7 @@ class Group(msgspec.Struct, eq=False):
     newest: int
     staleness: int
     reward_mean: float
-    _blobs: Sequence[bytes]
+    _blobs: Sequence[bytes | memoryview]
     _given: Sequence[tuple[int, float]] = ()
     _unpacked: list[tuple[PayloadHeader, Rollout]] | None = None
     _least: int | None = None

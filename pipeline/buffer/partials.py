@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
+from pipeline.locations import Location
 from pipeline.records import (
     AnyEvent,
     Dropped,
     Failed,
     Finished,
     Inherited,
-    Location,
     Opened,
     Parked,
     PartSaved,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pipeline.records import Location
+from pipeline.locations import Location
 from pipeline.store.layout import SegmentKey
 
 

@@ -13,7 +13,8 @@ import msgspec
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.ledger import ConsumerHalf, Lease, Ledger
-from pipeline.records import AnyEvent, BatchHint, Dropped, Finished, Inherited, Location, Moved, Parked, Reopened
+from pipeline.locations import Location
+from pipeline.records import AnyEvent, BatchHint, Dropped, Finished, Inherited, Moved, Parked, Reopened
 from pipeline.sampler import DrawPlan, Sampler
 from pipeline.store.journal import Logged
 
@@ -53,6 +54,7 @@ class ProducerFold:
         seed: int,
         line: Manifest | None = None,
         discarded: Iterable[tuple[int, int, int]] = (),
+        sampler: Sampler | None = None,
     ) -> None:
         """Args:
         half: the consumer half of the generation that is recovered.
@@ -60,8 +62,9 @@ class ProducerFold:
         seed: the run's seed.
         line: the generation's manifest, for the batches that its own line handed out after it.
         discarded: journals of which not every event counts: incarnation, rank, and the last that does.
+        sampler: what draws are folded into; a plain one, if it is left out.
         """
-        self.ledger, self.sampler = Ledger(half), Sampler(plans, seed)
+        self.ledger, self.sampler = Ledger(half), sampler or Sampler(plans, seed)
         self.places = PayloadPlaces(places={})
         self.partials = Partials()
         self.hints: list[BatchHint] = []

@@ -41,8 +41,18 @@ class Gathered(NamedTuple):
     """Whether items were claimed again, or given up, under uids that are new."""
 
 
-def gather(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candidates: Sequence[Candidate]) -> Gathered:
+def gather(
+    layout: Layout,
+    run_tag: int,
+    run_id: str,
+    chosen: Candidate,
+    candidates: Sequence[Candidate],
+    *,
+    discard: bool = False,
+) -> Gathered:
     """Return what the chosen generation and the journals give. Blocks, and changes nothing.
+
+    With ``discard`` what came after the generation is set aside, as a resume with ``after_crash="discard"`` does.
 
     Raises:
         NewerFormat: a journal was written by a newer version.
@@ -61,7 +71,8 @@ def gather(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candida
         fold.feedback += told
     else:
         others = [each.manifest for each in candidates if each.manifest is not None and each is not chosen]
-        fold = rescue(layout, run_tag, manifest, [each for each in others if each.run_id == manifest.run_id], half)
+        own = [each for each in others if each.run_id == manifest.run_id]
+        fold = rescue(layout, run_tag, manifest, own, half, discard=discard)
         losses += [_hole(layout, *each) for each in fold.holes]
         if fold.torn:
             filled, more = _fill(layout, run_tag, fold, half)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from pipeline.checkpoint.manifest import (
     MANIFEST_FILE,
     PIPELINE,
+    PIPELINE_RANKS,
     REPLAY,
+    SHARDS,
     TRAINER_FOLDER,
     TRAJECTORIES,
     FileInfo,
@@ -34,7 +36,13 @@ from pipeline.store.layout import Layout, write_file
 RETRY = "Free space or mend the disk; a retry may work"
 """What a message about a generation that could not be written ends with: nothing of it stays."""
 
-_KINDS = {PIPELINE: "pipeline", REPLAY: "replay buffer", TRAJECTORIES: "buffer of trajectories"}
+_KINDS = {
+    PIPELINE: "pipeline",
+    PIPELINE_RANKS: "pipeline of ranks",
+    REPLAY: "replay buffer",
+    TRAJECTORIES: "buffer of trajectories",
+    SHARDS: "buffer of ranks",
+}
 _NAME = re.compile(r"\d+")
 
 
@@ -106,14 +114,14 @@ def find_generations(layout: Layout, run_id: str) -> Found:
     return Found(complete, damaged, frozenset(unread))
 
 
-def of_kind(found: Found, kind: str, where: str) -> Found:
-    """Return ``found``, whose generations must be of ``kind``.
+def of_kind(found: Found, kind: str, where: str, *, also: str = "") -> Found:
+    """Return ``found``, whose generations must be of ``kind``, or of the kind ``also``.
 
     Raises:
         UsageError: something else wrote them.
     """
     for stored in found.complete:
-        if stored.manifest.kind != kind:
+        if stored.manifest.kind not in (kind, also):
             wrote = _KINDS.get(stored.manifest.kind, stored.manifest.kind)
             raise UsageError(
                 f"{where}: the run of a {wrote}, not of a {_KINDS[kind]}; open it with what wrote it, or choose "
@@ -189,8 +197,10 @@ def check_generation(stored: Stored, *, later: Collection[str] = ()) -> None:
         check_listed(stored, info, size_alone=info.path in later)
 
 
-def check_listed(stored: Stored, info: FileInfo, *, size_alone: bool = False) -> None:
-    """Compare one file of a generation with its line in the manifest. Blocks.
+def check_listed(
+    stored: Stored, info: FileInfo, *, size_alone: bool = False, told: Callable[[int], None] | None = None
+) -> None:
+    """Compare one file of a generation with its line in the manifest; ``told`` is told of the bytes read. Blocks.
 
     Raises:
         Damaged: it is missing, changed, or no plain file of the generation's folder.
@@ -199,14 +209,34 @@ def check_listed(stored: Stored, info: FileInfo, *, size_alone: bool = False) ->
     path = os.path.join(root, info.path)
     if os.path.lexists(path) and (os.path.realpath(path) != path or not os.path.isfile(path)):
         raise Damaged(f"{path}: a link or a special file, where the manifest lists a plain one")
-    check_file(path, size=info.bytes, checksum=None if size_alone else info.crc32c)
+    check_file(path, size=info.bytes, checksum=None if size_alone else info.crc32c, told=told)
+
+
+@contextmanager
+def writing_in(folder: str) -> Iterator[None]:
+    """An error of the system says what could not be written, and what to do.
+
+    Raises:
+        WriteFailed: there was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WriteFailed(f"{folder}: could not be written: {error}. {RETRY}") from error
 
 
 class GenerationWriter:
     """Writes one generation. All methods block, and belong to one thread at a time, but for :meth:`abandon`."""
 
-    def __init__(self, layout: Layout, files: FilesLike, number: int) -> None:
+    def __init__(self, layout: Layout, files: FilesLike, number: int, *, others: bool = False) -> None:
+        """Args:
+        layout: the run's paths.
+        files: the file layer.
+        number: of the generation.
+        others: whether another process commits it, and removes it where it is given up.
+        """
         self.number = number
+        self._others = others
         self._layout, self._files = layout, files
         self._final = os.path.join(layout.generations, f"{number:08d}")
         self.folder = self._final + ".part"
@@ -243,7 +273,7 @@ class GenerationWriter:
                 self.link(info.path, source, info)
             for state in states:
                 path = f"{TRAINER_FOLDER}/{state.name}.safetensors"
-                size, checksum = state.write(self._files, self._target(path), to_sync=self.sync_later)
+                size, checksum = state.write(self._files, self.target(path), to_sync=self.sync_later)
                 self.infos.append(FileInfo(path=path, bytes=size, crc32c=checksum))
         except BaseException as error:
             self.abandon()
@@ -253,7 +283,7 @@ class GenerationWriter:
 
     def add(self, path: str, content: bytes | memoryview) -> None:
         """Write a small file."""
-        target = self._target(path)
+        target = self.target(path)
         handle = self._files.create(target)
         try:
             self._files.write(handle, [content])
@@ -262,13 +292,23 @@ class GenerationWriter:
             self._files.close(handle)
         self.infos.append(FileInfo(path=path, bytes=len(content), crc32c=f"{crc32c_more(0, content):08x}"))
 
+    @property
+    def final(self) -> str:
+        """The folder that the generation has once it exists."""
+        return self._final
+
+    def sync_folders(self, infos: Iterable[FileInfo]) -> None:
+        """Sync the folders in which files of the generation lie."""
+        for folder in sorted({os.path.dirname(os.path.join(self.folder, info.path)) for info in infos}):
+            self._files.sync_directory(folder)
+
     def sync_later(self, handle: int) -> None:
         """Take over an open file of the generation: it is synced and closed when the generation is committed."""
         self._unsynced.append(handle)
 
     def link(self, path: str, source: str, info: FileInfo) -> None:
         """Take over a file of an earlier generation without copying it (or with, where links are impossible)."""
-        target = self._target(path)
+        target = self.target(path)
         try:
             self._files.link(source, target)
         except OSError:
@@ -323,8 +363,7 @@ class GenerationWriter:
             while self._unsynced:
                 self._files.sync(self._unsynced[-1])
                 self._files.close(self._unsynced.pop())
-            for folder in sorted({os.path.dirname(os.path.join(self.folder, info.path)) for info in self.infos}):
-                self._files.sync_directory(folder)
+            self.sync_folders(self.infos)
             self._files.sync_directory(self.folder)
             keep()
             self._renamed = True  # also if it says that it failed; `begin` made sure that nothing whole lay there
@@ -352,13 +391,15 @@ class GenerationWriter:
             while self._unsynced:
                 with suppress(OSError):
                     self._files.close(self._unsynced.pop())
-            if self._overtaken:  # what has these names by now may be the other process's, which cleans up too
+            # What has these names by now may be the other process's, which cleans up too.
+            if self._overtaken or self._others:
                 return
             for folder in (self.folder, *([self._final] if self._renamed else [])):
                 with suppress(OSError):
                     remove_tree(self._files, folder)
 
-    def _target(self, path: str) -> str:
+    def target(self, path: str) -> str:
+        """Return where a file of the generation is written, and make its folder."""
         target = os.path.join(self.folder, path)
         parent = os.path.dirname(target)
         if parent != self.folder:

@@ -17,7 +17,8 @@ import msgspec
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, ForebayError
 from pipeline.ledger import BUFFERED, FINISHED, LEASED, Ledger, TaskTotals
-from pipeline.records import Inherited, Location, Opened
+from pipeline.locations import Location
+from pipeline.records import Inherited, Opened
 from pipeline.sampler import Sampler
 from pipeline.store.files import open_plain
 from pipeline.store.journal import read_journal
@@ -93,6 +94,16 @@ def find_line(layout: Layout, run_tag: int, manifest: Manifest, *, discard: bool
         return Line([(*key, positions.get(key, NOTHING)) for key in keys], unneeded)
     opened = [event for name in layout.list_journals() if (event := _first(name, run_tag)) is not None]
     return Line([(*key, last) for key, last in sorted(last_counted(opened, positions).items())], unneeded)
+
+
+def line_as_saved(layout: Layout, run_tag: int, manifest: Manifest) -> Line:
+    """Return the line of a generation that a resume with the options that were saved would find. Blocks."""
+    return find_line(layout, run_tag, manifest, discard=discards(manifest))
+
+
+def discards(manifest: Manifest) -> bool:
+    """Return whether a resume with the options that were saved sets aside what came after the generation."""
+    return manifest.options.get("after_crash") == "discard"
 
 
 def _first(name: JournalName, run_tag: int) -> Opened | None:

@@ -22,8 +22,14 @@ BLOCKS_FILE = "blocks.msgpack"
 CONSUMER_FILE = "consumer.json"
 PROGRESS_FILE = "progress.json"
 TRAINER_FOLDER = "trainer"
-PIPELINE, REPLAY, TRAJECTORIES = "pipeline", "replay", "trajectories"
-"""Kinds of runs: of a pipeline, and, without one, of a buffer of transitions and of one of trajectories."""
+SHARDS_FOLDER = "shards"
+OWN_FOLDER = "own"
+"""Of what a rank had attached for itself, in its shard."""
+PIPELINE, REPLAY, TRAJECTORIES, SHARDS = "pipeline", "replay", "trajectories", "replay shards"
+"""Kinds of runs: of a pipeline, and, without one, of a buffer of transitions, of one of trajectories, and of one of
+transitions of which each rank has a shard."""
+PIPELINE_RANKS = "pipeline ranks"
+"""Of a pipeline of which each rank has a part."""
 BUFFERS = frozenset({REPLAY, TRAJECTORIES})
 """Kinds whose generations list blocks of rows."""
 REPLAY_BUFFER = "replay_buffer"
@@ -36,6 +42,55 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     bytes: int
     crc32c: str
+
+
+class ShardInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank wrote of a buffer."""
+
+    rank: int
+    rows: int = 0
+    """How many there were in the buffer; of a pipeline, groups that had finished and were not trained."""
+    saved: int | None = None
+    """How many of them the generation holds: those that were not dropped. Not said: all."""
+    dropped: dict[str, int] = {}
+    """How many it does not hold, by what their episodes are: ``open`` or ``headless``."""
+    truncated: int = 0
+    """How many episodes that were open it holds as truncated."""
+    added: int = 0
+    """How many had been added."""
+    bytes: int = 0
+    """Of payloads that are needed."""
+    episodes: int = 0
+    """Of which rows were there."""
+    own: list[str] = []
+    """What the rank had attached for itself."""
+    age: int = 0
+    """Of an episode that begins after it: about how many rows each rank had added since the run began."""
+
+    @property
+    def held(self) -> int:
+        """How many rows the generation holds."""
+        return self.rows if self.saved is None else self.saved
+
+
+class MadeOf(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a part of what a tool wrote into a run had lain: a run that was not made of others, or a shard of one."""
+
+    run_id: str = ""
+    directory: str = ""
+    """As it was called then, for people, and for the order of what has one id."""
+    generation: int = 0
+    step: int = 0
+    shard: int = -1
+    """The rank whose shard it was; -1: there were none."""
+    kind: str = ""
+    units: int = 0
+    """How many of its rows, trajectories or groups are there."""
+
+
+def shard_prefix(rank: int) -> str:
+    """Return what the paths of a rank's files in a generation begin with."""
+    return f"{SHARDS_FOLDER}/{rank:04d}/"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +106,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = "save"
     world_size: int = 1
     """How many ranks wrote shards."""
+    shards: list[ShardInfo] = []
+    """What each of them wrote, by rank."""
     written: str = ""
     """When, in UTC, for people."""
     journals: list[JournalPosition] = []
@@ -74,6 +131,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What wrote it."""
     external: str = ""
     """Path of the trainer's own checkpoint that the generation goes with, as it was given."""
+    made_of: list[MadeOf] = []
+    """What a merge, a split or a reshard made the run of, in its first generation."""
     checksum: str = ""
     """crc32c of this manifest's compact JSON with an empty checksum, unknown fields and their order included."""
 

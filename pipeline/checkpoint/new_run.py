@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,9 +53,9 @@ class _Copied(NamedTuple):
 
 
 def write_run(
-    layout: Layout, run_tag: int, chosen: Candidate, gathered: Gathered, new: Layout, files: FilesLike
+    layout: Layout, run_tag: int, chosen: Candidate, gathered: Gathered, new: Layout, files: FilesLike, name: str
 ) -> Written:
-    """Write the new run into ``new``, which is empty. Blocks.
+    """Write the new run into ``new``, which is empty; ``name`` is what its folder will be called. Blocks.
 
     Raises:
         Damaged: what was whole when it was looked at is so no more.
@@ -65,7 +65,7 @@ def write_run(
     writer = StoreWriter(new, files, run_tag=run.tag, incarnation=_INCARNATION, segment_bytes=_segment_bytes(gathered))
     try:
         copied = _copy(layout, gathered, PayloadCopy(layout, run_tag, writer))
-        closed = Closed(gathered.opened.wall)
+        closed = Closed(gathered.opened.wall, "closed", "salvage")
         events: list[AnyEvent] = [gathered.opened, copied.inherited, *gathered.fold.feedback, *copied.parts, closed]
         for event in events:
             writer.append(event)
@@ -78,7 +78,8 @@ def write_run(
             writer.close()
         raise
     writer.close()
-    groups = _commit(chosen, gathered, copied.inherited, new, files, run.run_id, position, segments)
+    options = {**gathered.manifest.options, "directory": name}
+    groups = _commit(chosen, gathered, copied.inherited, new, files, run.run_id, position, segments, options)
     new.write_marker(files, run)
     files.sync_directory(os.path.dirname(new.directory))
     return Written(run.run_id, groups, copied.members, copied.again, copied.losses)
@@ -137,6 +138,7 @@ def _commit(
     run_id: str,
     position: JournalPosition,
     segments: list[SegmentInfo],
+    options: dict[str, Any],
 ) -> int:
     """Write the one generation. Returns how many groups are finished and whole."""
     half, before = gathered.half, gathered.manifest
@@ -166,7 +168,7 @@ def _commit(
         segments=segments,
         files=sorted(writer.infos, key=lambda info: info.path),
         attached=[name for name in before.attached if f"{TRAINER_FOLDER}/{name}.safetensors" in there],
-        options={**before.options, "directory": new.directory},
+        options=options,
         tasks=before.tasks,
         left_out={path: f"damaged when the run was salvaged: {why}" for path, why in chosen.left_out.items()},
         origin=gathered.opened.origin,

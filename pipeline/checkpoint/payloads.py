@@ -15,7 +15,8 @@ from pipeline.checkpoint.remains import Stretch, whole_frames
 from pipeline.errors import Damaged, NewerFormat
 from pipeline.ledger import FINISHED, PENDING, UNREWARDED, Entry
 from pipeline.ledger.places import without_members
-from pipeline.records import HeldItem, Location, PartSaved
+from pipeline.locations import Location
+from pipeline.records import HeldItem, PartSaved
 from pipeline.store.codec import PayloadHeader, read_header
 from pipeline.store.frames import PAYLOAD
 from pipeline.store.layout import Layout

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from pipeline.checkpoint.draws import Draws
 from pipeline.checkpoint.fold import ProducerFold
-from pipeline.checkpoint.lines import last_counted
+from pipeline.checkpoint.lines import find_line, last_counted
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.remains import Hole, missing_journal, read_remains
 from pipeline.ledger import ConsumerHalf
@@ -89,7 +89,9 @@ class Rescue(ProducerFold):
         return False
 
 
-def rescue(layout: Layout, run_tag: int, line: Manifest, others: list[Manifest], half: ConsumerHalf) -> Rescue:
+def rescue(
+    layout: Layout, run_tag: int, line: Manifest, others: list[Manifest], half: ConsumerHalf, *, discard: bool = False
+) -> Rescue:
     """Fold what can be read of every journal that counts for a generation. Blocks.
 
     Args:
@@ -98,6 +100,7 @@ def rescue(layout: Layout, run_tag: int, line: Manifest, others: list[Manifest],
         line: the generation's manifest.
         others: those of the other generations, which say too how long the journals were.
         half: the generation's consumer half.
+        discard: set aside what came after the generation.
 
     Raises:
         NewerFormat: a journal was written by a newer version.
@@ -106,7 +109,8 @@ def rescue(layout: Layout, run_tag: int, line: Manifest, others: list[Manifest],
     names = {(name.incarnation, name.rank): name for name in layout.list_journals()}
     opened = [first for name in names.values() if (first := _first(name, run_tag)) is not None]
     seeds = [first.seed for first in opened]
-    fold = Rescue(half, line, line.options.get("seed", seeds[0] if seeds else 0), _caps(line, opened))
+    caps = find_line(layout, run_tag, line, discard=True).discarded if discard else _caps(line, opened)
+    fold = Rescue(half, line, line.options.get("seed", seeds[0] if seeds else 0), caps)
     lives = {incarnation for incarnation, _ in names.keys() | promised.keys()}
     gone = {(life, 0) for life in range(1, max(lives, default=0)) if life not in lives}
     for key in sorted({*names, *promised, *gone}):

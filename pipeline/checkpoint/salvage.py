@@ -25,6 +25,7 @@ def salvage(
     *,
     step: int | None = None,
     files: FilesLike | None = None,
+    called: str | os.PathLike[str] | None = None,
 ) -> Salvaged:
     """Write everything that is whole of a damaged run into a new run. Blocks; the damaged run is only read.
 
@@ -45,6 +46,7 @@ def salvage(
         target: where the new run goes; absent or empty. Nothing in it is shared with the damaged run.
         step: take the newest generation of this step.
         files: the file layer that the new run is written through.
+        called: what the new run's folder will be called, where the caller is to rename it.
 
     Raises:
         ConfigError: ``target`` holds something, or lies inside the damaged run.
@@ -56,17 +58,21 @@ def salvage(
     """
     layout, new = Layout(os.fspath(directory)), Layout(os.fspath(target))
     _check_target(layout, new)
+    return _salvaged(layout, new, new if called is None else Layout(os.fspath(called)), step, files or OsFiles())
+
+
+def _salvaged(layout: Layout, new: Layout, named: Layout, step: int | None, files: FilesLike) -> Salvaged:
     run, candidates, losses = survey(layout)
     chosen = choose_whole(candidates, step, layout.directory)
     gathered = gather(layout, run.tag, run.run_id, chosen, candidates)
     losses += [*generation_losses(layout, candidates, chosen), *gathered.losses]
     try:
-        written = write_run(layout, run.tag, chosen, gathered, new, files or OsFiles())
+        written = write_run(layout, run.tag, chosen, gathered, new, files, named.directory)
     except ForebayError:
         raise
     except OSError as error:
         raise WriteFailed(f"{new.directory}: could not be written: {error}. Remove it, and try again") from error
-    return _told(layout.directory, new, chosen, candidates, gathered, written, losses)
+    return _told(layout.directory, named, chosen, candidates, gathered, written, losses)
 
 
 def _told(

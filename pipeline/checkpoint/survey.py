@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.checkpoint.halves import read_half
 from pipeline.checkpoint.lines import PRODUCER_FILE, read_inherited
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import (
@@ -16,8 +17,11 @@ from pipeline.checkpoint.manifest import (
     CONSUMER_FILE,
     MANIFEST_FILE,
     PIPELINE,
+    PIPELINE_RANKS,
     PROGRESS_FILE,
+    REPLAY,
     REPLAY_BUFFER,
+    SHARDS,
     FileInfo,
     Manifest,
     decode_manifest,
@@ -84,13 +88,21 @@ def survey(layout: Layout) -> Survey:
     """
     found = _manifests(layout)
     for _, folder, manifest in found:
+        if isinstance(manifest, Manifest) and manifest.kind == PIPELINE_RANKS:
+            raise UsageError(
+                f"{folder}: of a pipeline of several ranks; resume(step=...) goes on from an older generation of it"
+            )
         if isinstance(manifest, Manifest) and manifest.kind != PIPELINE:
-            raise UsageError(f"{folder}: of a replay buffer; resume(step=...) goes on from an older generation of it")
+            rows = "; pipeline.tools.salvage_run takes the rows that are whole" if manifest.kind == REPLAY else ""
+            rows = "; resume(allow_partial=True) without what is damaged" if manifest.kind == SHARDS else rows
+            raise UsageError(
+                f"{folder}: of a replay buffer; resume(step=...) goes on from an older generation of it{rows}"
+            )
         if isinstance(manifest, Manifest) and any(info.path == BLOCKS_FILE for info in manifest.files):
             raise UsageError(
                 f"{folder}: its rollouts fill a replay buffer; resume(step=...) goes on from an older generation of it"
             )
-    run, losses = _identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
+    run, losses = identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
     return Survey(run, [_examine(run.run_id, *each) for each in found], losses)
 
 
@@ -149,13 +161,21 @@ def _numbered(layout: Layout) -> list[tuple[int, str]]:
     return [(int(name), os.path.join(layout.generations, name, MANIFEST_FILE)) for name in sorted(names, key=int)]
 
 
-def _identify(layout: Layout, manifests: list[Manifest]) -> tuple[RunFile, list[Loss]]:
-    """Return the run's marker; where it is damaged, what the manifests say instead."""
+def identify(layout: Layout, manifests: list[Manifest] | None = None) -> tuple[RunFile, list[Loss]]:
+    """Return the run's marker; where it is damaged, what the manifests say instead, and that it is.
+
+    Raises:
+        NotARun: there is no run.
+        NewerFormat: a newer version wrote it.
+        Damaged: neither the marker nor a manifest says which run this is.
+    """
+    if manifests is None:
+        manifests = [manifest for _, _, manifest in _manifests(layout) if isinstance(manifest, Manifest)]
     ids = Counter(each.run_id for each in manifests)
     try:
         run = layout.read_run() if os.path.isdir(layout.directory) else None
         if run is None:
-            raise NotARun(f"{layout.directory}: there is no run to salvage")
+            raise NotARun(f"{layout.directory}: there is no run")
         if run.run_id in ids or not ids:
             return run, []
         error: OSError = Damaged(f"{layout.run_file}: it names run {run.run_id}, and no generation is of that run")
@@ -184,7 +204,7 @@ def _examine(run_id: str, number: int, folder: str, read: Manifest | str) -> Can
     if read.generation != number:
         return nothing._replace(faults={MANIFEST_FILE: f"{path}: says generation {read.generation}; renamed?"})
     faults = {info.path: why for info in read.files if (why := _fault(folder, info)) is not None}
-    half = _read(faults, CONSUMER_FILE, lambda: _read_half(os.path.join(folder, CONSUMER_FILE)))
+    half = _read(faults, CONSUMER_FILE, lambda: read_half(folder)[0])
     progress = _read(faults, PROGRESS_FILE, lambda: _read_progress(os.path.join(folder, PROGRESS_FILE)))
     inherited = None
     if REPLAY_BUFFER in read.left_out:
@@ -204,11 +224,6 @@ def _read(faults: dict[str, str], path: str, read: Any) -> Any:
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         faults[path] = str(error)
         return None
-
-
-def _read_half(path: str) -> ConsumerHalf:
-    with open_plain(path) as file:
-        return msgspec.json.decode(file.read(), type=ConsumerHalf)
 
 
 def _read_progress(path: str) -> tuple[Progress, dict[str, Any]]:

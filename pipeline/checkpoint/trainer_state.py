@@ -145,6 +145,10 @@ class CapturedState:
             to_sync(handle)
         return size, f"{checksum:08x}"
 
+    def encoded(self) -> bytes:
+        """Return the content of the file, for a small one."""
+        return b"".join(self._chunks())
+
     def _chunks(self) -> Iterator[memoryview]:
         header: dict[str, Any] = {}
         offset = 0
@@ -242,8 +246,9 @@ def _mapped_checked(path: str, *, size: int, checksum: str) -> memoryview:
         os.close(handle)
 
 
-def check_file(path: str, *, size: int, checksum: str | None) -> None:
-    """Compare a file with its line in a manifest; its size alone if ``checksum`` is None. Blocks.
+def check_file(path: str, *, size: int, checksum: str | None, told: Callable[[int], None] | None = None) -> None:
+    """Compare a file with its line in a manifest; its size alone if ``checksum`` is None. ``told`` is told of the bytes
+    that were read. Blocks.
 
     Raises:
         Damaged: it is missing, of another length, or its bytes changed.
@@ -251,7 +256,7 @@ def check_file(path: str, *, size: int, checksum: str | None) -> None:
     _check_size(path, size)
     if checksum is None:
         return
-    _, actual = crc32c_of_file(path)
+    _, actual = crc32c_of_file(path, told)
     if actual != checksum:
         raise _changed(path, actual, checksum)
 
@@ -263,7 +268,8 @@ def _check_size(path: str, size: int) -> None:
     except FileNotFoundError:
         raise Damaged(f"{path}: missing, though the generation's manifest lists it ({size} bytes)") from None
     if found != size:
-        raise Damaged(f"{path}: {found} bytes long, {size} expected; the file was cut or changed")
+        cut = found if found < size else None
+        raise Damaged(f"{path}: {found} bytes long, {size} expected; the file was cut or changed", offset=cut)
 
 
 def _changed(path: str, actual: str, checksum: str) -> Damaged:

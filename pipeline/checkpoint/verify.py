@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from pipeline.checkpoint import lost
 from pipeline.checkpoint.collect import Needs
 from pipeline.checkpoint.generations import Stored, check_listed, find_generations
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.checkpoint.retire import needs_of
-from pipeline.checkpoint.survey import without_manifest
-from pipeline.errors import ForebayError, NotARun
-from pipeline.records import Location
-from pipeline.store.frames import PAYLOAD, scan
-from pipeline.store.journal import payload_place, read_journal
-from pipeline.store.layout import JournalName, Layout, segment_key
+from pipeline.checkpoint.survey import identify, without_manifest
+from pipeline.errors import Damaged, ForebayError
+from pipeline.locations import Location
+from pipeline.records import AnyEvent
+from pipeline.store.frames import PAYLOAD, frame_bytes, scan
+from pipeline.store.journal import Logged, payload_place, read_journal
+from pipeline.store.layout import JournalName, Layout, RunFile, segment_key
 from pipeline.store.segments import PayloadReader, Place, SegmentInfo, read_blocks
+
+_BY_PAYLOAD = "what lies there; payloads that are still needed are listed one by one"
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -26,6 +30,10 @@ class Damage(msgspec.Struct, frozen=True):
     path: str
     """The file, relative to the run's folder."""
     what: str
+    offset: int | None = None
+    """Where in the file, in bytes; None: the whole of it, or not known."""
+    lost: str = ""
+    """What is lost by it, in words; empty: nothing more than the message says."""
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +59,11 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
         return not self.damages
 
 
-def verify(directory: str, *, quick: bool = False) -> Verified:
+Told = Callable[[int], None]
+"""Told how many bytes more were read."""
+
+
+def verify(directory: str, *, quick: bool = False, told: Told | None = None) -> Verified:
     """Check everything in a run's folder that was promised to be there. Blocks, takes no lock, and changes nothing.
 
     Every file of every complete generation is compared with its manifest, every record of every journal and segment
@@ -60,31 +72,63 @@ def verify(directory: str, *, quick: bool = False) -> Verified:
 
     Args:
         directory: the run's.
-        quick: sizes and manifests instead of checksums, and no payloads.
+        quick: manifests, journals, sizes, and the headers in segments of what is needed; no payloads, and no checksums
+            of the files of generations.
+        told: told of bytes as they are read; :func:`bytes_to_verify` says how many there are.
 
     Raises:
         NotARun: there is no run in it.
+        Damaged: neither the marker nor a manifest says which run it is.
     """
     layout = Layout(directory)
-    run = layout.read_run() if os.path.isdir(directory) else None
-    if run is None:
-        raise NotARun(f"{directory}: there is no run to verify")
-    return _Check(layout, run.run_id, run.tag, quick).result()
+    run, wrong = identify(layout)
+    check = _Check(layout, run.run_id, run.tag, quick, told=told, headers=True)
+    for loss in wrong:  # of the marker
+        check.note(layout.run_file, loss.what, loss.lost)
+    return check.result()
+
+
+def bytes_to_verify(directory: str, *, quick: bool = False) -> int:
+    """Return how many bytes :func:`verify` will read, about."""
+    layout = Layout(directory)
+    folders = [layout.journals] if quick else [layout.journals, layout.segments, layout.generations]
+    return sum(_size(path) for folder in folders for path in _files(folder))
+
+
+def verify_quickly(layout: Layout, run: RunFile, seen: Callable[[Logged], None]) -> Verified:
+    """As :func:`verify` with ``quick``; ``seen`` is told of every event, as journals are read once."""
+    return _Check(layout, run.run_id, run.tag, True, seen).result()
 
 
 class _Check:
-    def __init__(self, layout: Layout, run_id: str, tag: int, quick: bool) -> None:
-        self.layout, self.run_id, self.tag, self.quick = layout, run_id, tag, quick
+    def __init__(
+        self,
+        layout: Layout,
+        run_id: str,
+        tag: int,
+        quick: bool,
+        seen: Callable[[Logged], None] = lambda logged: None,
+        *,
+        told: Told | None = None,
+        headers: bool = False,
+    ) -> None:
+        self.layout, self.run_id, self.tag, self.quick, self.seen = layout, run_id, tag, quick, seen
+        self.told: Told = told or (lambda count: None)
+        self.headers = headers
+        """Whether headers in segments are looked at where payloads are not."""
         self.damages: list[Damage] = []
         self.unpromised: list[str] = []
         self.events = self.payloads = 0
+        self._next = 1
+        """Number of the event that would come next in the journal that is read."""
         self._whole: set[Place] = set()
         self._needs = Needs()
 
     def result(self) -> Verified:
         found = find_generations(self.layout, self.run_id)
         for number, error in found.damaged:
-            self._note(os.path.join(self.layout.generations, f"{number:08d}", "manifest.json"), error)
+            path = os.path.join(self.layout.generations, f"{number:08d}", "manifest.json")
+            self.note(path, error, lost.with_manifest(number))
         for folder in without_manifest(self.layout):
             self.unpromised.append(f"{folder}: holds no manifest, so it is no generation: unfinished, or damaged since")
         for stored in found.complete:
@@ -99,8 +143,9 @@ class _Check:
         journals = self.layout.list_journals()
         self._journals(journals, found.complete)
         for stored in found.complete:
-            if any(info.path == BLOCKS_FILE for info in stored.manifest.files):
-                self._blocks(stored)
+            for info in stored.manifest.files:
+                if os.path.basename(info.path) == BLOCKS_FILE:  # of each shard one, if there are shards
+                    self._blocks(stored, os.path.join(stored.folder, info.path))
         return Verified(
             run_id=self.run_id,
             generations=len(found.complete),
@@ -108,36 +153,53 @@ class _Check:
             events=self.events,
             payloads=self.payloads,
             bytes=sum(_size(path) for path in _files(self.layout.directory)),
-            damages=self.damages,
+            damages=self._said_once(),
             unpromised=self.unpromised,
         )
 
-    def _note(self, path: str, error: Exception | str) -> None:
-        self.damages.append(Damage(os.path.relpath(path, self.layout.directory), str(error)))
+    def _said_once(self) -> list[Damage]:
+        """Return what is damaged; a record of which the payload is listed is not listed as well."""
+        payloads = {(each.path, each.offset) for each in self.damages if each.lost != _BY_PAYLOAD}
+        return [each for each in self.damages if each.lost != _BY_PAYLOAD or (each.path, each.offset) not in payloads]
+
+    def note(self, path: str, error: Exception | str, what: str, offset: int | None = None) -> None:
+        """Add a place that is damaged; ``what`` is lost by it."""
+        if isinstance(error, Damaged) and offset is None:
+            offset = error.offset
+        self.damages.append(Damage(os.path.relpath(path, self.layout.directory), str(error), offset, what))
 
     def _generation(self, stored: Stored) -> None:
         for info in stored.manifest.files:
             path = os.path.join(stored.folder, info.path)
             try:
                 if not self.quick:
-                    check_listed(stored, info)
-                elif _size(path) != info.bytes:
-                    self._note(path, f"{path}: has {_size(path)} bytes; the manifest says {info.bytes}")
+                    check_listed(stored, info, told=self.told)
+                elif (size := _size(path)) != info.bytes:
+                    wrong = Damaged(
+                        f"{path}: has {size} bytes; the manifest says {info.bytes}",
+                        offset=size if size < info.bytes else None,
+                    )
+                    self.note(path, wrong, lost.with_file(stored.manifest, info.path))
             except (ForebayError, OSError) as error:
-                self._note(path, error)
+                self.note(path, error, lost.with_file(stored.manifest, info.path))
 
-    def _blocks(self, stored: Stored) -> None:
-        """Look for the rows of a buffer that a generation lists."""
-        path = os.path.join(stored.folder, BLOCKS_FILE)
+    def _blocks(self, stored: Stored, path: str) -> None:
+        """Look for the rows of a buffer that a file of a generation lists."""
         try:
-            places = [block.place for block in read_blocks(path)]
+            blocks = {block.place: block for block in read_blocks(path)}
         except (ForebayError, OSError):  # a file of the generation, and noted as such
             return
-        self.payloads += len(places)
-        if not self.quick:
-            unseen = [place for place in places if place not in self._whole]
-            for place, error in PayloadReader(self.layout, self.tag, forgiving=True).damaged(unseen):
-                self._note(self.layout.segment(*place[2].segment_key), error)
+        self.payloads += len(blocks)
+        for place, error in self._wrong([place for place in blocks if place not in self._whole]):
+            path = self.layout.segment(*place[2].segment_key)
+            self.note(path, error, lost.with_block(stored.manifest, blocks[place]), place[2].offset)
+
+    def _wrong(self, places: list[Place]) -> list[tuple[Place, Damaged]]:
+        """Look at places in segments, and return those that are not whole, as far as that is looked at."""
+        reader = PayloadReader(self.layout, self.tag, forgiving=True)
+        if self.quick:
+            return reader.misplaced(places) if self.headers else []
+        return reader.damaged(places)
 
     def _journals(self, journals: list[JournalName], stored: list[Stored]) -> None:
         promised: dict[tuple[int, int], int] = {}
@@ -150,29 +212,31 @@ class _Check:
             try:
                 self._journal(name, promised.pop((name.incarnation, name.rank), 0))
             except (ForebayError, OSError) as error:
-                self._note(name.path, error)
+                self.note(name.path, error, lost.with_events(self._next))
         for key, size in promised.items():
             if size:
                 path = self.layout.journal(*key)
-                self._note(path, f"{path}: missing; {size} bytes of it were promised")
+                self.note(path, f"{path}: missing; {size} bytes of it were promised", lost.with_events(1))
 
     def _journal(self, name: JournalName, promised: int) -> None:
         marks = [0]
-        named: dict[Place, int] = {}
+        named: dict[Place, tuple[int, AnyEvent] | None] = {}
+        self._next = 1
         for logged in read_journal(name, run_tag=self.tag, promised=promised, synced=marks.append, ended=self._ended):
             self.events += 1
+            self._next = logged.sequence + 1
+            self.seen(logged)
             place = payload_place(logged)
             if place is not None:
-                named[place] = logged.sequence
-        there = [place for place in named if place in self._whole or not self._was_removed(place[2])]
-        self.payloads += len(there)
-        if self.quick:
-            return
-        unseen = [place for place in there if place not in self._whole]
-        for place, error in PayloadReader(self.layout, self.tag, forgiving=True).damaged(unseen):
-            if named[place] <= marks[-1]:
-                at = place[2]
-                self._note(self.layout.segment(*at.segment_key), error)
+                named[place] = None if place in self._whole else (logged.sequence, logged.event)
+        self.told(_size(name.path))
+        unseen = {place: each for place, each in named.items() if each and not self._was_removed(place[2])}
+        self.payloads += len(unseen) + sum(each is None for each in named.values())
+        for place, error in self._wrong(list(unseen)):
+            sequence, event = unseen[place]
+            if sequence <= marks[-1]:
+                path = self.layout.segment(*place[2].segment_key)
+                self.note(path, error, lost.with_payload(event), place[2].offset)
             else:
                 self.unpromised.append(f"{error} It had not been synced; a resume runs the item again.")
 
@@ -191,7 +255,8 @@ class _Check:
             promised = info.bytes if info is not None else 0
             if name not in there or _size(path) < promised:
                 has = f"has {_size(path)} bytes" if name in there else "missing"
-                self._note(path, f"{path}: {has}; {promised} bytes of it were promised")
+                what = f"{path}: {has}; {promised} bytes of it were promised"
+                self.note(path, what, _BY_PAYLOAD, _size(path) if name in there else None)
             elif not self.quick:
                 self._segment(path, promised)
 
@@ -205,11 +270,12 @@ class _Check:
         try:
             frames = scan(path, run_tag=self.tag, promised=promised, ended=ended, payloads=False)
             for offset, header, _ in frames:
+                self.told(frame_bytes(header.length))
                 if header.kind == PAYLOAD:
                     at = Location(incarnation, rank, number, offset, header.length)
                     self._whole.add((header.sequence, header.number, at))
         except (ForebayError, OSError) as error:
-            self._note(path, error)
+            self.note(path, error, _BY_PAYLOAD)
 
 
 def _files(directory: str) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from pipeline.config.base import LEAST as LEAST
 from pipeline.config.base import MOST as MOST
 from pipeline.config.base import Options as Options
+from pipeline.config.control import Control as Control
+from pipeline.config.control import without_secrets as without_secrets
 from pipeline.config.hindsight import Hindsight as Hindsight
 from pipeline.config.mixing import MixtureOptions as MixtureOptions
 from pipeline.config.pipeline import Durability as Durability
@@ -16,6 +18,8 @@ from pipeline.config.policies import StalenessPolicy as StalenessPolicy
 from pipeline.config.policies import ZeroVariance as ZeroVariance
 from pipeline.config.policies import failure_policy as failure_policy
 from pipeline.config.policies import staleness_policy as staleness_policy
+from pipeline.config.processes import ProcessOptions as ProcessOptions
+from pipeline.config.ray import RayOptions as RayOptions
 from pipeline.config.removing import Remove as Remove
 from pipeline.config.removing import removal as removal
 from pipeline.config.replay import Fields as Fields

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from pipeline.config.base import LEAST, MOST, Options
+from pipeline.config.control import Control
 from pipeline.config.policies import Reroll, StalenessPolicy, staleness_policy
 from pipeline.config.triggers import calendar_time, check_signals
 from pipeline.errors import ConfigError
@@ -24,7 +25,7 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     directory: str | None = None
     """Folder of the run, made if absent. None keeps everything in memory."""
     concurrency: int = 64
-    """Attempts in flight at once."""
+    """Attempts in flight at once. An engine with fewer places for them lowers it."""
     max_staleness: int | None = None
     """Most steps that may have been trained since the oldest weights of a rollout: one of version v may be in the batch
     of step s while ``(s - 1) - v <= max_staleness``. None: any."""
@@ -74,8 +75,8 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     max_rerolls: int = 3
     """How often a group that became too old is run again; then it is dropped as expired."""
     max_deaths: int = 3
-    """Unplanned deaths of the process with an item in flight, past which the item is quarantined. A group that has
-    finished since, and is run again because it became too old, begins at 0."""
+    """Unplanned deaths of the process, or of a worker process, with an item in flight, past which the item is
+    quarantined. A group that has finished since, and is run again because it became too old, begins at 0."""
     evaluation_share: float = 0.25
     """How much of ``concurrency`` evaluations may take from the training at most; one slot always."""
     seed: int = 0
@@ -107,6 +108,9 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     """Signals at which the run saves and goes on."""
     grace_s: float = 30.0
     """Seconds that a stop may take, as launchers grant them before they kill."""
+    control: Control | str | None = None
+    """Where requests to save, or to save and stop, are heard over HTTP, such as ``"127.0.0.1:0"``
+    (``docs/control.md``); None: nowhere."""
     watchdog: float | None = 0.1
     """Seconds after which whoever holds the event loop is named in the log. None: off."""
     rank: int = 0
@@ -116,12 +120,15 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
     def _check_types(cls, values: Mapping[str, Any]) -> None:
         if "staleness_policy" in values:
             staleness_policy(values["staleness_policy"])
+        if "control" in values:
+            Control.read(values["control"])
         super()._check_types(values)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         msgspec.structs.force_setattr(self, "staleness_policy", staleness_policy(self.staleness_policy))
         msgspec.structs.force_setattr(self, "oversample", float(self.oversample))
+        msgspec.structs.force_setattr(self, "control", Control.read(self.control))
         if self.directory is not None and (self.directory == "" or "\0" in self.directory):
             raise ConfigError.of("directory", self.directory, "a folder's name is needed, or None for memory alone")
         if self.keep == -1:  # as others write it
@@ -194,9 +201,15 @@ class PipelineOptions(Options, frozen=True, kw_only=True):
         if self.stop_at is not None:
             calendar_time(self.stop_at)
         if self.directory is None:
-            for option in ("save_every", "save_every_s", "save_signals", "max_disk_bytes"):
+            for option in ("save_every", "save_every_s", "save_signals", "max_disk_bytes", "control"):
                 if getattr(self, option):
                     raise ConfigError.of(option, getattr(self, option), "needs a directory")
+
+    @property
+    def listens(self) -> Control | None:
+        """``control``, as it was read."""
+        assert not isinstance(self.control, str)
+        return self.control
 
     @property
     def archived_share(self) -> float:

@@ -104,6 +104,9 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
             episode; what is sampled is the same.
         compress: large columns (a kilobyte a row, or more), or groups of them, whose rows are held compressed in memory
             and on the disk: ``{"obs": "zlib"}``. What is sampled is the same, and takes longer.
+        incomplete: what a save makes of episodes that have no end yet, and of those whose first rows have gone:
+            ``keep`` has them as they are; ``truncate`` has the newest row of an open one as ``truncated``; ``drop``
+            leaves the rows of both out. The buffer itself stays as it is.
         timeout: seconds that ``extend`` and ``sample`` wait for the limiter, unless they are told otherwise; None: as
             long as it takes. With 0 they raise at once, as in a plain loop nobody else could change anything.
     """
@@ -118,6 +121,7 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
     fields: Fields = Fields()
     share_next_obs: bool = False
     compress: dict[str, Literal["zlib"]] | None = None
+    incomplete: Literal["keep", "truncate", "drop"] = "keep"
     timeout: float | None = 0.0
 
     @classmethod
@@ -180,6 +184,8 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
             )
         if self.remove.by != "fifo":
             raise ConfigError.of("remove", self.remove.by, f"{of} an order of removal; leave it out: the oldest goes")
+        if self.incomplete == "drop":
+            raise ConfigError.of("incomplete", "drop", f"{of} rows that are gone; 'keep' and 'truncate' are allowed")
 
     def _check_removal(self) -> None:
         by, select = self.remove.by, self.select
@@ -187,6 +193,8 @@ class ReplayOptions(SavingOptions, frozen=True, kw_only=True):
             return
         if self.share_next_obs:
             raise ConfigError.of("share_next_obs", True, f"rows have no neighbours with remove={by!r}")
+        if self.incomplete != "keep":
+            raise ConfigError.of("incomplete", self.incomplete, f"rows are of no episode with remove={by!r}")
         windows = (select.window, select.window_trajectories) if isinstance(select, Uniform) else ()
         if any(window is not None for window in windows):
             raise ConfigError.of("select", select, f"a window is of neighbours, and there are none with remove={by!r}")

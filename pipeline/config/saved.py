@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from pipeline.config.base import LEAST, Options
+from pipeline.config.control import Control
 from pipeline.config.triggers import check_signals
 from pipeline.errors import ConfigError
 
@@ -21,6 +25,8 @@ class SavingOptions(Options, frozen=True):
         save_every: ``save_due(step)`` says so when the steps have passed a multiple of it.
         signals: names of signals that ask to stop: ``save_due`` says yes, and ``save`` leaves when it has committed.
             None: SIGTERM, where the buffer is used in the main thread.
+        control: where requests to save, or to save and stop, are heard over HTTP, such as ``"127.0.0.1:0"``, from
+            ``resume`` or the first ``save`` on (``docs/control.md``); None: nowhere.
     """
 
     directory: str | None = None
@@ -30,6 +36,19 @@ class SavingOptions(Options, frozen=True):
     save_every_s: float | None = None
     save_every: int | None = None
     signals: list[str] | None = None
+    control: Control | str | None = None
+
+    @classmethod
+    def _check_types(cls, values: Mapping[str, Any]) -> None:
+        if "control" in values:
+            Control.read(values["control"])
+        super()._check_types(values)
+
+    @property
+    def listens(self) -> Control | None:
+        """``control``, as it was read."""
+        assert not isinstance(self.control, str)
+        return self.control
 
     @property
     def archived_share(self) -> float:
@@ -42,6 +61,7 @@ class SavingOptions(Options, frozen=True):
         return check_signals("signals", ("SIGTERM",) if self.signals is None else self.signals)
 
     def _check_saving(self) -> None:
+        msgspec.structs.force_setattr(self, "control", Control.read(self.control))
         if self.keep == -1:  # as others write it
             msgspec.structs.force_setattr(self, "keep", None)
         for option in ("keep", "keep_every", "save_every"):

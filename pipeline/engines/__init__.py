@@ -1,3 +1,1 @@
-"""Where attempts run."""
-
-from pipeline.engines.local import LocalEngine as LocalEngine
+"""Where attempts run: in this process, or in worker processes, which load this package too and want little of it."""

@@ -6,13 +6,14 @@ left in the task that entered it, and workers come and go.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import inspect
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import anyio
 import anyio.abc
 
-from pipeline.errors import RunnerError
+from pipeline.errors import ConfigError, RunnerError
 from pipeline.records import Item, Rollout
 from pipeline.task import Task
 
@@ -22,8 +23,9 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._group: anyio.abc.TaskGroup | None = None
-        self._shared: dict[str, Any] = {}
-        self._opening: dict[str, anyio.Lock] = {}
+        # By the manager itself: tasks that name one object share what it opened, as it can be entered only once.
+        self._shared: dict[int, Any] = {}
+        self._opening: dict[int, anyio.Lock] = {}
         self._free: dict[str, list[Any]] = {}
         self._closing = anyio.Event()
 
@@ -36,7 +38,30 @@ class LocalEngine:
         assert self._group is not None
         # Resources are closed, not cancelled: each leaves its own `async with` in its own task.
         self._closing.set()
-        return await self._group.__aexit__(*exc)
+        return await leave(self._group, *exc)
+
+    def check(self, task: Task) -> None:
+        """Refuse what has to be run elsewhere.
+
+        Raises:
+            ConfigError: the task's runner is no async function.
+        """
+        if not is_async(task.run):
+            raise ConfigError(
+                f"task {task.name!r}: run={task.run!r} must be an async function of (item, ctx); a plain function can "
+                "be wrapped with threaded(), or run in worker processes, by Pipeline(..., engine=ProcessEngine())",
+                option="run",
+            )
+        if isinstance(task.resource, str):
+            raise ConfigError(
+                f"task {task.name!r}: resource={task.resource!r}: names are for runners in worker processes; give the "
+                "function itself",
+                option="resource",
+            )
+
+    def slots(self, tasks: Sequence[Task]) -> int | None:
+        """Return None: any number."""
+        return None
 
     def run(self, task: Task, item: Item, ctx: Any) -> Awaitable[Rollout]:
         """Run one attempt in the calling task."""
@@ -47,22 +72,24 @@ class LocalEngine:
         # Asked first: what @asynccontextmanager makes is callable too, as a decorator.
         if hasattr(given, "__aenter__") and not isinstance(given, type):
             ctx.resource = await self._shared_resource(task.name, given)
-            return await task.run(item, ctx)
+            shared: Rollout = await task.run(item, ctx)
+            return shared
         free = self._free.setdefault(task.name, [])
         ctx.resource = free.pop() if free else await self._open(task.name, given())
         try:
-            rollout = await task.run(item, ctx)
+            rollout: Rollout = await task.run(item, ctx)
         finally:
             free.append(ctx.resource)
         return rollout
 
     async def _shared_resource(self, name: str, manager: Any) -> Any:
-        if name not in self._shared:
-            lock = self._opening.setdefault(name, anyio.Lock())
+        key = id(manager)  # its task holds it as long as this engine is open
+        if key not in self._shared:
+            lock = self._opening.setdefault(key, anyio.Lock())
             async with lock:
-                if name not in self._shared:
-                    self._shared[name] = await self._open(name, manager)
-        return self._shared[name]
+                if key not in self._shared:
+                    self._shared[key] = await self._open(name, manager)
+        return self._shared[key]
 
     async def _open(self, name: str, manager: Any) -> Any:
         assert self._group is not None
@@ -86,6 +113,25 @@ class LocalEngine:
                 raise
             # The attempt that asked for it fails, under its task's policy; the engine goes on.
             task_status.started(_NotOpened(error))
+
+
+def is_async(function: Any) -> bool:
+    """Whether what a function returns is to be awaited."""
+    called = function if inspect.isroutine(function) or not callable(function) else function.__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def backend() -> str:
+    """What runs the event loop around the caller."""
+    return "trio" if anyio.get_cancelled_exc_class().__module__.startswith("trio") else "asyncio"
+
+
+async def leave(group: anyio.abc.TaskGroup, *exc: Any) -> bool | None:
+    """Leave a task group; an error of the body goes on as it is, and in no group of exceptions."""
+    if exc[1] is None or isinstance(exc[1], anyio.get_cancelled_exc_class()):
+        return await group.__aexit__(*exc)
+    await group.__aexit__(None, None, None)
+    return None
 
 
 class _NotOpened:

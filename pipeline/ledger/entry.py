@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import msgspec
 
 from pipeline.ledger.places import without_members
-from pipeline.records import Claimed, HeldItem, Location, Reopened
+from pipeline.locations import Location
+from pipeline.records import Claimed, HeldItem, Reopened
 
 WAITING, RUNNING, PARKED, BUFFERED, LEASED = range(5)
 STATES = ("waiting", "running", "parked", "buffered", "leased")

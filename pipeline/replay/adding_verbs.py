@@ -115,7 +115,8 @@ class AddingVerbs:
             ConfigError: a column is missing or unknown, or of another shape or dtype. Nothing was changed.
             TimedOut: the limiter does not let them in. Nothing was changed.
         """
-        version = weights_version(version)
+        if version.__class__ is not int or not 0 <= version <= MOST_VERSION:
+            version = weights_version(version)
         if self._fed:
             self._not_fed("extend")
         with self.gate.lock:
@@ -141,7 +142,7 @@ class AddingVerbs:
             codes = end_codes(arrays, count, ends, self.options.fields)
             if not count:
                 return range(self.ring.added, self.ring.added)
-            if not self._waited_to_add(count, timeout):
+            if self._counts.free or not self._waited_to_add(count, timeout):
                 break  # else the columns may be others by now
         if self._schema is None:
             self._shape(schema, count)

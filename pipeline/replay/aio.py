@@ -123,10 +123,11 @@ class AsyncReplayBuffer(AsyncFolderVerbs):
         *,
         continue_episodes: bool = False,
         verify: Literal["full", "lazy"] = "full",
+        **more: Any,
     ) -> ReplayResumed:
         """Go on; see :meth:`~pipeline.ReplayBuffer.resume`."""
         self.buffer.listen()
-        resume = partial(self.buffer.resume, step, continue_episodes=continue_episodes, verify=verify)
+        resume = partial(self.buffer.resume, step, continue_episodes=continue_episodes, verify=verify, **more)
         return await anyio.to_thread.run_sync(resume)
 
     async def _let_in(self, work: Callable[[], T], *, heavy: bool) -> T:

@@ -75,6 +75,8 @@ def weights_version(version: Any) -> int:
 def environments(env: int | ArrayLike, envs: int | Ints | None, count: int) -> tuple[Ints, bool]:
     """Return the environments of rows, and whether they are those of each row. An array ``envs`` is returned as it
     is."""
+    if envs.__class__ is int and env.__class__ is int and env == 0 and 0 < envs <= MOST_ENVS and not count % envs:
+        return _first_environments(envs), False  # the common case, quickly
     if isinstance(envs, np.ndarray):
         return envs, False
     if envs is not None:

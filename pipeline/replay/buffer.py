@@ -19,6 +19,7 @@ from pipeline.buffer.transitions.priorities import PriorityDrawer
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.config import Hindsight, ReplayOptions, Slices
 from pipeline.config.replay import MOST_ROWS
+from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, UsageError
 from pipeline.replay.adding_verbs import DEFAULT, AddingVerbs
 from pipeline.replay.aio import AsyncReplayBuffer
@@ -27,6 +28,7 @@ from pipeline.replay.feeding import Inside, ReplayFeed, check_feedable
 from pipeline.replay.folder_verbs import due_of, not_after_fork
 from pipeline.replay.handles import ReplayHandle
 from pipeline.replay.parts import Parts
+from pipeline.replay.rank_saver import RankSaver, check_shardable
 from pipeline.replay.rooms import Room, make_room
 from pipeline.replay.sampling import Sampler, Wanted
 from pipeline.replay.saving import Saver
@@ -68,6 +70,9 @@ class ReplayStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a row, were nothing compressed."""
     compressed_bytes: int = 0
     """Bytes that all compressed rows take."""
+    save: dict[str, int] = {}
+    """Of the newest save of this process's rows, committed or not: ``rows`` that were there, how many are ``saved``,
+    ``dropped_open`` and ``dropped_headless``, and how many episodes are ``truncated``. Empty before there is one."""
 
 
 class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
@@ -86,11 +91,19 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
     """
 
     def __init__(
-        self, capacity: int, *, schema: Schema | None = None, files: FilesLike | None = None, **options: Any
+        self,
+        capacity: int,
+        *,
+        schema: Schema | None = None,
+        ranks: Ranks | None = None,
+        files: FilesLike | None = None,
+        **options: Any,
     ) -> None:
         """Args:
-        capacity: how many rows are held.
+        capacity: how many rows are held; with ``ranks``, by each of them.
         schema: the columns; else those of the first rows.
+        ranks: this process among those that train together. Each has a shard of its own, and they have one folder:
+            all of them call ``resume`` and ``save``, for the same steps.
         files: the file layer, for tests.
         options: see :class:`~pipeline.config.ReplayOptions`.
 
@@ -100,15 +113,20 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         built = ReplayOptions.build(capacity, options)
         if schema is not None and not isinstance(schema, Schema):
             raise ConfigError.of("schema", schema, "a Schema is needed, such as Schema.of(rows)")
-        self._begin(built, make_room(built), files)
+        self._begin(built, make_room(built), files, ranks)
         if schema is not None:
             with self.gate.lock:
                 self._shape(schema)
 
-    def _begin(self, options: ReplayOptions, room: Room, files: FilesLike | None) -> None:
-        self.options, self._room, self.gate = options, room, room.gate
-        self._saver = Saver(options, room, files)
-        self._due = due_of(self._saver.store)
+    def _begin(self, options: ReplayOptions, room: Room, files: FilesLike | None, ranks: Ranks | None = None) -> None:
+        self.options, self._room, self.gate, self.ranks = options, room, room.gate, ranks
+        if ranks is None:
+            self._saver = Saver(options, room, files)
+        else:
+            check_shardable(options)
+            self._saver = saver = RankSaver(options, room, ranks, files)
+            ranks = saver.ranks
+        self._due = due_of(self._saver.store, self.statistics, ranks)
         self._use(self._parts(room.ring()))
         self._forked = False
         not_after_fork(self)
@@ -183,7 +201,10 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         drawer = make_drawer(ring, self.options.select, self.options.seed, room.tree)
         next_obs = room.next_obs(ring) if self.options.share_next_obs else None
         counts = Counts(self.options.limiter)
-        return Parts(ring, drawer, counts, room.rng(), next_obs, Stepping(), room.written(ring))
+        rng = room.rng()
+        if self.ranks is not None:  # each rank draws from a stream of its own
+            rng = np.random.Generator(np.random.PCG64([self.options.seed, 0, self.ranks.rank]))
+        return Parts(ring, drawer, counts, rng, next_obs, Stepping(), room.written(ring))
 
     def _use(self, parts: Parts) -> None:
         self._own = parts
@@ -291,6 +312,17 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         self.gate.look()
         return self.ring.size > 0 and self._counts.may_sample(count, self.ring.size)
 
+    def ready(self, count: int = 1) -> bool:
+        """Whether every rank can sample ``count`` rows now: one that waits alone for rows, while the others are in a
+        collective, would wait for ever. All ranks ask, at the same place of the script; without ``ranks`` it is
+        :meth:`can_sample`.
+
+        Raises:
+            RankLost: a rank did not ask in time.
+        """
+        own = self.can_sample(count)
+        return own if self.ranks is None else all(self.ranks.all("ready", own))
+
     def wait_to_add(self, count: int, timeout: float | None = DEFAULT) -> None:
         """Wait until ``count`` rows may be added.
 
@@ -367,6 +399,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
                 waiters=self.gate.waiters,
                 row_bytes=self.ring.storage.row_bytes,
                 compressed_bytes=compressed_bytes(self.ring.storage.large),
+                save=self._saver.said(),
             )
 
     def __len__(self) -> int:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 import safetensors.torch
 
@@ -17,16 +16,16 @@ from pipeline.buffer.transitions.layout import END, OPEN
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import Stored
-from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError, Damaged, UsageError
-from pipeline.records import Added, Location
+from pipeline.locations import Location
+from pipeline.records import Added
 from pipeline.replay.heavy import heavy_sample
-from pipeline.replay.job import Job, Piece, merged_from
+from pipeline.replay.job import Job, Piece, files_of, listed, merged_from
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.parts import Parts, restore, state_of, values_of
-from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, encode_state
-from pipeline.store.layout import Layout
+from pipeline.replay.state import STATE_FILE
+from pipeline.store.layout import Layout, SegmentKey
 from pipeline.store.segments import Block
 from pipeline.wiring.feed import Reading
 
@@ -59,6 +58,7 @@ def check_feedable(options: ReplayOptions, ring: Ring) -> None:
         ("storage", options.storage if options.storage != "memory" else None, "a pipeline's rows lie in this process"),
         ("share_next_obs", options.share_next_obs or None, "a pipeline's rows hold their own next observations"),
         ("compress", options.compress, "a pipeline's rows are added again from their blocks"),
+        ("incomplete", options.incomplete if options.incomplete != "keep" else None, "a pipeline's rows are kept"),
         ("remove", options.remove if options.remove.by != "fifo" else None, "a pipeline's oldest rows go first"),
     ):
         if value is not None:
@@ -70,12 +70,13 @@ def check_feedable(options: ReplayOptions, ring: Ring) -> None:
 class Captured:
     """What a generation holds of a buffer, as of one moment."""
 
-    def __init__(self, job: Job, blocks: list[Block]) -> None:
+    def __init__(self, job: Job, blocks: list[Block], unknown: dict[str, Any]) -> None:
         """Args:
         job: the rows that are to be written, and the state.
         blocks: where rows lie already.
+        unknown: fields of the state that a newer version knows, and that are carried along.
         """
-        self._job, self._blocks = job, blocks
+        self._job, self._blocks, self._unknown = job, blocks, unknown
 
     def kept(self) -> list[Block]:
         """Return those of the blocks on the disk that it needs."""
@@ -85,16 +86,11 @@ class Captured:
         """Yield the rows that are to be written. Blocks, and belongs to one thread."""
         return self._job.pieces()
 
-    def files(self, blocks: Sequence[Block]) -> dict[str, bytes | memoryview]:
-        """Return its files, by their paths; ``blocks`` are where all its rows lie. Blocks."""
-        files: dict[str, bytes | memoryview] = {
-            STATE_FILE: encode_state(self._job.state, {}),
-            BLOCKS_FILE: msgspec.msgpack.encode(sorted(blocks, key=lambda block: block.first)),
-        }
-        for name, values in self._job.values.items():
-            raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-            files[f"{VALUES_FOLDER}/{name}"] = memoryview(raw.data)
-        return files
+    def written(self, blocks: list[Block]) -> tuple[dict[str, bytes | memoryview], Mapping[SegmentKey, int]]:
+        """Return its files by their paths, and the bytes that it needs by segment; ``blocks`` are where all its rows
+        lie. Blocks."""
+        listing = listed(blocks)
+        return dict(files_of(self._job, listing, self._unknown)), listing.live
 
     def close(self) -> None:
         """Let rows be overwritten that were not copied."""
@@ -104,8 +100,9 @@ class Captured:
 class Restored:
     """A buffer as a generation holds it, and as it became after that; nothing of it is in use."""
 
-    def __init__(self, parts: Parts, blocks: list[Block], stale_updates: int) -> None:
-        self.parts, self.blocks, self.stale_updates = parts, blocks, stale_updates
+    def __init__(self, parts: Parts, found: ReadRows) -> None:
+        self.parts, self.blocks, self.unknown = parts, found.blocks, found.unknown
+        self.stale_updates = found.state.stale_updates
 
     def add(self, blob: bytes, event: Added, at: Location, version: int) -> None:
         """Add the rows of a block that came later; of weights no newer than ``version``.
@@ -141,6 +138,7 @@ class ReplayFeed:
         self._buffer, self._inside = buffer, inside
         self._blocks: list[Block] = []
         self._most_blocks = 64
+        self._unknown: dict[str, Any] = {}
 
     def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
         """Add rows, and return the key of the first, and how many they are."""
@@ -230,7 +228,7 @@ class ReplayFeed:
             begin = merged_from(self._blocks, rows_of_block(ring))
             first = self._blocks[begin].first if begin < len(self._blocks) else self._end_of_blocks()
             state = state_of(parts, buffer.options, self._inside.counts()[1])
-            return Captured(Job(ring, buffer.gate, state, values_of(parts), first), list(self._blocks))
+            return Captured(Job(ring, buffer.gate, state, values_of(parts), first), list(self._blocks), self._unknown)
 
     def _end_of_blocks(self) -> int:
         return self._blocks[-1].first + self._blocks[-1].count if self._blocks else 0
@@ -248,20 +246,20 @@ class ReplayFeed:
                 "another directory"
             )
         buffer = self._buffer
-        found: ReadRows = read_state(layout, run_tag, stored, buffer.ring)
+        found = read_state(layout, run_tag, stored, buffer.ring)
         parts = self._inside.parts_of(found.ring)
         try:
             restore(parts, buffer.options, found.state, found.values)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{stored.folder}: the buffer's state does not fit together ({error!r})") from None
-        return Restored(parts, found.blocks, found.state.stale_updates)
+        return Restored(parts, found)
 
     def adopt(self, reading: Reading) -> None:
         """Go on with what :meth:`read` gave."""
         assert isinstance(reading, Restored)
         with self._buffer.gate.lock:
             self._inside.use(reading.parts, reading.stale_updates)
-        self._blocks = reading.blocks
+        self._blocks, self._unknown = reading.blocks, reading.unknown
         self._buffer.gate.changed()
 
     def statistics(self) -> Any:

@@ -12,8 +12,9 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import encode_block, rows_of_block
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.replay.gate import Gate
-from pipeline.replay.state import STATE_FILE, BufferState, encode_state
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
 from pipeline.store.layout import SegmentKey
 from pipeline.store.segments import Block
 
@@ -90,6 +91,14 @@ class JobOfRows:
     def described(self, unknown: dict[str, Any]) -> tuple[str, bytes]:
         """Return the name and the content of the file that says the rest."""
         return STATE_FILE, encode_state(self.state, unknown)
+
+
+def files_of(job: SaveJob, listing: Listing, unknown: dict[str, Any]) -> Iterator[tuple[str, bytes | memoryview]]:
+    """Yield what a generation holds of a buffer beside its rows: paths, and contents as they are asked for."""
+    yield job.described(unknown)
+    yield BLOCKS_FILE, listing.raw
+    for name, values in job.values.items():
+        yield f"{VALUES_FOLDER}/{name}", memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 _FEW = 16

@@ -44,6 +44,9 @@ class JoinedReplayBuffer(ReplayBuffer):
         *,
         continue_episodes: bool = False,
         verify: Literal["full", "lazy"] = "full",
+        rebalance: bool = False,
+        evict_oldest: bool = False,
+        allow_partial: bool = False,
     ) -> NoReturn:
         """See :meth:`attach`."""
         self.attach()

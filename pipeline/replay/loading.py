@@ -19,13 +19,23 @@ from pipeline.errors import Damaged, UsageError
 from pipeline.replay.ahead import ahead
 from pipeline.replay.parts import check_kind
 from pipeline.replay.pooling import needed_by, read_rows, take_places
-from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, decode_state
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, read_buffer_state
 from pipeline.replay.unread import UnreadPool, UnreadRows
 from pipeline.store.files import open_plain
 from pipeline.store.held import HeldSegments
 from pipeline.store.layout import Layout
-from pipeline.store.segments import Block, PayloadReader, read_blocks
+from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
 from pipeline.wiring.recovery import read_generation
+
+
+class Lost(NamedTuple):
+    """What a generation held and a load did without, as it was told to."""
+
+    rows: int = 0
+    episodes: int = 0
+    """Of so many episodes rows are gone, at the least."""
+    files: tuple[str, ...] = ()
+    """The damaged files and folders."""
 
 
 class Read(NamedTuple):
@@ -38,6 +48,11 @@ class Read(NamedTuple):
     values: dict[str, np.ndarray]
     states: dict[str, Any]
     ring: Ring
+    lost: Lost = Lost()
+    own: dict[str, Any] | None = None
+    """What this rank had attached for itself; None: that is not loaded."""
+    left: tuple[str, ...] = ()
+    """Names of what ranks had attached for themselves and is not loaded."""
 
 
 def read(
@@ -69,20 +84,15 @@ class ReadRows(NamedTuple):
 def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring, *, lazily: bool = False) -> ReadRows:
     """As :func:`read`, without what was attached; the generation's files were compared with its manifest."""
     path = os.path.join(stored.folder, STATE_FILE)
-    with open_plain(path) as file:
-        state, unknown = decode_state(file.read(), path)
+    state, unknown = read_buffer_state(stored.folder)
     check_kind(state, like, path)
-    schema = like.storage.schema
-    if schema is not None and state.schema is not None and schema != state.schema:
-        raise UsageError(
-            f"{path}: the rows have the columns {', '.join(map(str, state.schema.columns))}; this buffer has "
-            f"{', '.join(map(str, schema.columns))}. Build it without schema=, or with that one"
-        )
+    check_columns(state.schema, like, path)
     values = read_values(stored)
     ring = like.like(state.schema)
-    ring.restore(state.added, state.size, state.cut_keys)
+    ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
-    blocks = _read_blocks(os.path.join(stored.folder, BLOCKS_FILE), None if ring.scattered else state)
+    listed = os.path.join(stored.folder, BLOCKS_FILE)
+    blocks = read_blocks(listed) if ring.scattered else blocks_of(listed, state)
     try:
         if isinstance(ring, Pool):
             take_places(ring, state, values)
@@ -97,11 +107,25 @@ def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring, *, lazi
     return ReadRows(state, unknown, blocks, values, ring)
 
 
+def check_columns(schema: Schema | None, like: Ring, where: str) -> None:
+    """Compare the columns of rows with those that a ring has, if it has any.
+
+    Raises:
+        UsageError: they differ.
+    """
+    own = like.storage.schema
+    if own is not None and schema is not None and own != schema:
+        raise UsageError(
+            f"{where}: the rows have the columns {', '.join(map(str, schema.columns))}; this buffer has "
+            f"{', '.join(map(str, own.columns))}. Build it without schema=, or with that one"
+        )
+
+
 def _leave_rows(
     layout: Layout, run_tag: int, ring: Ring, schema: Schema, blocks: Sequence[Block], stored: Stored
 ) -> None:
     """Have the rows read when they are wanted; check that their blocks are there."""
-    needed = needed_by(ring, blocks, layout) if isinstance(ring, Pool) else _needed(ring, blocks)
+    needed = needed_by(ring, blocks, layout) if isinstance(ring, Pool) else needed_blocks(blocks, ring.oldest)
     held = HeldSegments(layout, run_tag, needed, stored.manifest.segments)
     ring.begin_unread()
     if isinstance(ring, Pool):
@@ -110,23 +134,16 @@ def _leave_rows(
         ring.storage.unread = UnreadRows(ring, schema, needed, held)
 
 
-def _needed(ring: Ring, blocks: Sequence[Block]) -> list[Block]:
-    return list({block.first: block for block in blocks if block.first + block.count > ring.oldest}.values())
+def blocks_of(path: str, state: BufferState) -> list[Block]:
+    """Return the places of all rows of a state, whose keys follow each other.
 
-
-def _read_blocks(path: str, state: BufferState | None) -> list[Block]:
-    """Return the places of all rows, of which, by ``state``, none may be missing."""
+    Raises:
+        Damaged: some are missing.
+    """
     blocks = read_blocks(path)
-    if state is None:
-        return blocks
     expected = state.added - state.size
-    for block in blocks:
-        if (
-            block.count < 1
-            or block.first > expected
-            or min(block.segment_key) < 0
-            or min(block.offset, block.length) < 0
-        ):
+    for block in needed_blocks(blocks, expected):
+        if block.first > expected:
             raise Damaged(f"{path}: rows from {expected} on are missing, before those from {block.first} on")
         expected = max(expected, block.first + block.count)
     if expected < state.added:
@@ -138,7 +155,7 @@ def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequen
     if isinstance(ring, Pool):
         read_rows(reader, ring, schema, blocks, layout)
         return
-    wanted = {block.first: block for block in _needed(ring, blocks)}
+    wanted = {block.first: block for block in needed_blocks(blocks, ring.oldest)}
     with contextlib.closing(ahead(reader.each(block.place for block in wanted.values()))) as places:
         for place, found in places:
             if isinstance(found, Damaged):

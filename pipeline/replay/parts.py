@@ -48,6 +48,7 @@ def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> Buffer
         next_episode=ring.episodes.next,
         open_episodes=ring.episodes.state(),
         cut_keys=ring.cut_keys_there(),
+        truncated_keys=ring.truncated_keys_there(),
         stale_updates=stale_updates,
         limiter=parts.counts.state(),
         generator=generator_state(parts.rng),

@@ -139,6 +139,16 @@ class MappedRoom(OwnRoom):
         return MappedRing(storage) if remove.by == "fifo" else MappedPool(storage, remove)
 
 
+class Trees:
+    """Makes the trees of a shared buffer."""
+
+    def __init__(self, header: Header, *, new: bool) -> None:
+        self.new, self._header = new, header
+
+    def __call__(self, capacity: int) -> SumTree:
+        return shared_tree(self._header, capacity, new=self.new)
+
+
 class SharedRoom:
     """Memory that processes have in common; see :mod:`pipeline.buffer.transitions.shared`."""
 
@@ -172,13 +182,13 @@ class SharedRoom:
         )
         self._member = Member(self._header, self.number, self.gate.waking.wake)
         self._ring: SharedRing | None = None
+        # An object of its own and no method: the drawer keeps it, and a circle (this room, its lock, the member, the
+        # drawer, this room) would keep the memory of a buffer that nobody has any more.
+        self.tree = Trees(self._header, new=self._new)
 
     def ring(self) -> Ring:
         memory = SharedMemory(self.files.memory, self._header.end)
         return SharedRing(SharedStorage(self._options.capacity, memory, self._header), self._common)
-
-    def tree(self, capacity: int) -> SumTree:
-        return shared_tree(self._header, capacity, new=self._new and self._ring is None)
 
     def written(self, ring: Ring) -> Written:
         assert isinstance(ring, SharedRing)
@@ -204,6 +214,7 @@ class SharedRoom:
     def use(self, ring: Ring, drawer: Drawer, counts: Counts, keeper: Keeper) -> None:
         assert isinstance(ring, SharedRing)
         first, self._ring = self._ring is None, ring
+        self.tree.new = False
         self._member.bind(ring, drawer, counts, keeper)
         if first:
             if self._new:

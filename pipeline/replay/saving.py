@@ -10,30 +10,62 @@ from pipeline.buffer.transitions.blocks import rows_of_block
 from pipeline.buffer.transitions.compressed import check_compressed
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.checkpoint.generations import Stored, choose, with_offer
-from pipeline.checkpoint.trainer_state import CapturedState, check_attachable
+from pipeline.checkpoint.generations import Found, Stored, choose, with_offer
+from pipeline.checkpoint.manifest import ShardInfo
+from pipeline.checkpoint.trainer_state import CapturedState, check_attachable, load_states
 from pipeline.config import ReplayOptions
 from pipeline.errors import ClosedError, Damaged, UsageError, WriteFailed
 from pipeline.observe import events
+from pipeline.replay.episode_ids import EpisodeIds
 from pipeline.replay.gate import Gate
+from pipeline.replay.incomplete import counts, settled
 from pipeline.replay.job import SaveJob, merged_from
-from pipeline.replay.loading import Read, read
+from pipeline.replay.loading import Lost, Read, read
 from pipeline.replay.parts import Parts, check_sharing, restore, state_of, tag_of, values_of
 from pipeline.replay.pooling import PoolJob, assign_places
 from pipeline.replay.rooms import Room
 from pipeline.replay.store import Generation, ReplayStore, Saving
+from pipeline.replay.thinning import load_alone, load_partly, says_dropped, tell_lost
 from pipeline.store.files import FilesLike
 from pipeline.store.segments import Block
+from pipeline.wiring.recovery import read_generation
 
 
-class ReplayResumed(NamedTuple):
-    """Where a buffer goes on."""
-
+class _GoesOn(NamedTuple):
     step: int
     """The trainer's step of the generation; 0 in an empty directory."""
     generation: int | None
     rows: int
     """How many rows are there."""
+
+
+class ReplayResumed(_GoesOn):
+    """Where a buffer goes on: (step, generation, rows), and what did not come along."""
+
+    lost: Lost = Lost()
+    """With ``allow_partial``: what is gone, on all ranks together."""
+    left: tuple[str, ...] = ()
+    """Names of what each rank had attached for itself, if it was not loaded: there are other ranks now."""
+
+    def without(self, lost: Lost, left: tuple[str, ...]) -> ReplayResumed:
+        """Return the same, with what did not come along."""
+        other = ReplayResumed(*self)
+        other.lost, other.left = lost, left
+        return other
+
+
+class Loading(NamedTuple):
+    """How rows are to be taken back."""
+
+    lazily: bool = False
+    """Whether they are left where they lie until they are wanted."""
+    continue_episodes: bool = False
+    rebalance: bool = False
+    """Whether ranks share episodes out anew, though as many had them."""
+    evict_oldest: bool = False
+    """Whether the oldest episodes go where other ranks have no room for all."""
+    allow_partial: bool = False
+    """Whether to go on without what is damaged."""
 
 
 class FoundGeneration(Protocol):
@@ -76,6 +108,10 @@ class SaverOf(Generic[P, F]):
         check_attachable(objects)
         self.attached.update(objects)
 
+    def attach_own(self, objects: Mapping[str, Any]) -> None:
+        """As :meth:`attach`, of what every rank has one of for itself; without ranks that is the same."""
+        self.attach(objects)
+
     # -- saving ------------------------------------------------------------------------------------------------
 
     def save(self, step: int, parts: P) -> Saving:
@@ -93,7 +129,7 @@ class SaverOf(Generic[P, F]):
                 raise UsageError(f"save(step={step!r}): a whole number from 0 on is needed")
             self.finish()
             with self._gate.lock:  # what is attached may draw from the buffer: both are of one moment
-                states = [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
+                states = self._captured()
                 job = self._job(parts)
             try:
                 generation = store.begin(step, states, list(self.attached))
@@ -102,6 +138,9 @@ class SaverOf(Generic[P, F]):
                 raise
             self._start(store, generation, job)
             return generation.saving
+
+    def _captured(self) -> list[CapturedState]:
+        return [CapturedState(name, each.state_dict()) for name, each in sorted(self.attached.items())]
 
     def _start(self, store: ReplayStore, generation: Generation, job: SaveJob) -> None:
         """Write beside the trainer. If no thread can be had for that, or a signal comes before it has begun, nothing
@@ -197,6 +236,17 @@ class SaverOf(Generic[P, F]):
             UsageError: rows were added already.
             Damaged, StoreError: it cannot be read; the message offers what can.
         """
+        chosen = self._choose(step, like)
+        if chosen is None:
+            return None
+        stored, found = chosen
+        try:
+            return self._read(stored, like)
+        except Damaged as error:
+            raise with_offer(error, stored, found) from None
+
+    def _choose(self, step: int | None, like: Any) -> tuple[Stored, Found] | None:
+        """Return what to go on from, and all that there is; None in an empty directory."""
         store = self._opened()
         if self._used(like) or self._ready:
             raise UsageError("resume() comes first: before rows are added, and once")
@@ -207,10 +257,7 @@ class SaverOf(Generic[P, F]):
             return None
         stored = choose(found, step, store.folder.layout.directory)
         self._newest = stored is found.complete[-1]
-        try:
-            return self._read(stored, like)
-        except Damaged as error:
-            raise with_offer(error, stored, found) from None
+        return stored, found
 
     def adopt(self, found: F) -> None:
         """Go on from what was read."""
@@ -282,19 +329,34 @@ class Saver(SaverOf[Parts, Read]):
         super().__init__(ReplayStore(options, files) if options.directory is not None else None, room.gate)
         self._options, self._room = options, room
         self.stale_updates = 0
-        self.lazily = False
-        """Whether the next :meth:`find` leaves rows where they lie."""
+        self.loading = Loading()
+        """How the next :meth:`find` takes rows back."""
 
     def _job(self, parts: Parts) -> SaveJob:
         """Capture everything as of now; the caller has the buffer's lock."""
-        assert self.store is not None
-        parts.written.captured = parts.ring.added
-        if isinstance(parts.ring, Pool):
-            kept, slots = assign_places(parts.ring, self.store.blocks)
-            state = state_of(parts, self._options, self.stale_updates)
-            return PoolJob(parts.ring, self._gate, state, values_of(parts), kept, slots)
+        store, ring = self.store, parts.ring
+        assert store is not None
+        parts.written.captured = ring.added
+        if isinstance(ring, Pool):
+            kept, slots = assign_places(ring, store.blocks)
         state = state_of(parts, self._options, self.stale_updates)
-        return self._room.job(parts.ring, state, values_of(parts), self._first(parts.ring))
+        held = settled(ring, self._options, state, values_of(parts), self._names(ring), store.rank)
+        store.shard = self._described(ring, held.shard)
+        if isinstance(ring, Pool):
+            return PoolJob(ring, self._gate, held.state, held.values, kept, slots)
+        return self._room.job(ring, held.state, held.values, self._first(ring))
+
+    def said(self) -> dict[str, int]:
+        """Return what the newest save says of how many rows it holds."""
+        return {} if self.store is None or self.store.shard is None else counts(self.store.shard)
+
+    def _names(self, ring: Ring) -> EpisodeIds | None:
+        """Return what names episodes; None: their numbers do."""
+        return None
+
+    def _described(self, ring: Ring, shard: ShardInfo) -> ShardInfo:
+        """Return what the manifest is to say of the rows."""
+        return shard
 
     def _first(self, ring: Ring) -> int:
         """The key from which on rows are written: that of the first one which is not on the disk, or an earlier one,
@@ -317,14 +379,38 @@ class Saver(SaverOf[Parts, Read]):
         return parts.ring.size
 
     def _read(self, stored: Stored, like: Any) -> Read:
+        try:
+            return self._read_whole(stored, like)
+        except Damaged as error:
+            if not self.loading.allow_partial:
+                raise
+            assert self.store is not None
+            states = read_generation(stored, list(self.attached))  # of these all must be whole
+            found = load_partly(self.store, self._options, stored, like, error)._replace(states=states)
+            tell_lost(self.store.log, stored, found.lost)
+            return found
+
+    def _read_whole(self, stored: Stored, like: Ring) -> Read:
         store = self.store
         assert store is not None
         attached = list(self.attached)
-        found = read(store.folder.layout, store.folder.tag, stored, attached, like, lazily=self.lazily)
+        if says_dropped(stored):
+            states = read_generation(stored, attached)
+            return load_alone(store, self._options, stored, like).read._replace(states=states)
+        found = read(store.folder.layout, store.folder.tag, stored, attached, like, lazily=self.loading.lazily)
         check_sharing(found.state, self._options, stored.folder)
         if found.state.schema is not None:
             check_compressed(self._options.compress, found.state.schema)
         return found
+
+    def ready(self, found: Read | None, parts: Parts) -> ReplayResumed:
+        """As it is of every buffer, with what did not come along."""
+        resumed = super().ready(found, parts)
+        return resumed if found is None else resumed.without(found.lost, found.left)
+
+    def load_attached(self, found: Read) -> None:
+        """Load what is attached, in place."""
+        load_states(self.attached, found.states)
 
     def take_over(self, found: Read, parts: Parts) -> None:
         """Put what was read in use. ``parts`` hold the ring that was read."""

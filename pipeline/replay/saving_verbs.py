@@ -10,7 +10,6 @@ import msgspec
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, take_back
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.checkpoint.trainer_state import load_states
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.arguments import not_shared
@@ -18,7 +17,7 @@ from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, selector_values, state_of, values_of
 from pipeline.replay.pooling import take_places
 from pipeline.replay.rooms import OwnRoom, Room
-from pipeline.replay.saving import ReplayResumed, Saver
+from pipeline.replay.saving import Loading, ReplayResumed, Saver
 from pipeline.replay.state import BufferState
 
 
@@ -51,6 +50,9 @@ class SavingVerbs(FolderVerbs):
         *,
         continue_episodes: bool = False,
         verify: Literal["full", "lazy"] = "full",
+        rebalance: bool = False,
+        evict_oldest: bool = False,
+        allow_partial: bool = False,
     ) -> ReplayResumed:
         """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
 
@@ -64,9 +66,18 @@ class SavingVerbs(FolderVerbs):
             verify: ``lazy`` reads no rows now: it checks that their blocks are there, of the sizes and with the headers
                 that they had. Rows are read, and checksums compared, when they are first wanted. A verb that meets
                 damage raises Damaged and changes nothing; so it does again.
+            rebalance: with ``ranks``, whether episodes are shared out anew though there are as many ranks as saved
+                them; by default each has its own again. Of another number of ranks they always are: whole, the oldest
+                first, so that each rank has about as many rows.
+            evict_oldest: whether the oldest episodes go where other ranks have no room for all of them.
+            allow_partial: whether to go on with what is whole where segments, or shards of ranks, are damaged or
+                missing: ``ReplayResumed.lost`` and the log say what is gone. What is left of an episode on each side
+                of a gap is an episode of its own. What is attached must be whole.
 
         Raises:
-            ConfigError: ``verify`` is something else, or ``lazy`` for a buffer that processes share.
+            ConfigError: ``verify`` is something else, or ``lazy`` for a buffer that processes share; or episodes are
+                shared out anew, and there is no room, or they were to be continued.
+            RankFailed, RankLost: another rank failed, or was not heard from: no rank was changed.
             UsageError: there is no directory, or rows were added before, or other things are attached; or the options
                 name signals, and this is not the main thread.
             Damaged: the generation cannot be read. The message says which one can.
@@ -74,19 +85,23 @@ class SavingVerbs(FolderVerbs):
         """
         self._usable()
         lazily = self._lazily(verify)
-        with self._saver.lock:
-            self._saver.lazily = lazily
+        if allow_partial:
+            self._check_partial(lazily=lazily, continue_episodes=continue_episodes)
+        return self._resume(step, Loading(lazily, continue_episodes, rebalance, evict_oldest, allow_partial))
+
+    def _resume(self, step: int | None, loading: Loading) -> ReplayResumed:
+        with self._hearing(), self._saver.lock:
+            self._saver.loading = loading
             with self.gate.lock:
                 self._room.replacing()
                 found = self._saver.find(step, self.ring)
-                self.listen()
                 parts = self._own
                 if found is not None:
                     parts = self._parts(found.ring)
                     self._saver.take_over(found, parts)
-                    load_states(self._saver.attached, found.states)
+                    self._saver.load_attached(found)
                     self._use(parts)
-                    if not continue_episodes:
+                    if not loading.continue_episodes:
                         self.ring.cut()
                 else:
                     self._use(parts)
@@ -95,6 +110,18 @@ class SavingVerbs(FolderVerbs):
             resumed = self._saver.ready(found, self._own)
         self.gate.changed()
         return resumed
+
+    def _check_partial(self, *, lazily: bool, continue_episodes: bool) -> None:
+        """Refuse what does not go with ``allow_partial``."""
+        for option, given, why in (
+            ("verify", lazily, "what is damaged must be known at once; leave verify='lazy' out"),
+            ("continue_episodes", continue_episodes, "of open episodes rows may be gone; leave continue_episodes out"),
+            ("storage", self.options.storage == "shared", "rows that processes share must all be there"),
+            ("remove", self.options.remove.by != "fifo", f"with remove={self.options.remove.by!r} all must be there"),
+            ("share_next_obs", self.options.share_next_obs, "a row's next observation may lie in one that is gone"),
+        ):
+            if given:
+                raise ConfigError(f"allow_partial: {why}. Or resume(step=...) an older generation", option=option)
 
     def _lazily(self, verify: str) -> bool:
         if verify not in ("full", "lazy"):
@@ -162,7 +189,7 @@ class SavingVerbs(FolderVerbs):
             check_sharing(state, self.options, "the state")
             check_kind(state, self.ring, "the state")
             ring = (self.ring if room is self._room else room.ring()).like(state.schema)
-            ring.restore(state.added, state.size, state.cut_keys)
+            ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
             ring.episodes.load(state.open_episodes, state.next_episode)
             if isinstance(ring, Pool):
                 take_places(ring, state, given["values"])

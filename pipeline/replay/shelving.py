@@ -8,6 +8,7 @@ written again. What fails is kept, and raised once by the next verb that asks; t
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -35,29 +36,36 @@ class Shelving:
     """Writes what leaves the memory of one buffer, or all of it."""
 
     def __init__(
-        self, gate: Gate, store: ReplayStore | None, shelf: Callable[[], Shelf], let_go: Callable[[], None]
+        self, gate: Gate, store: ReplayStore | None, shelf: Shelf, let_go: weakref.WeakMethod[Callable[[], None]]
     ) -> None:
         """Args:
         gate: the buffer's lock.
         store: its folder.
-        shelf: returns its trajectories as they are now.
-        let_go: lets go in memory what may go; the lock is held.
+        shelf: its trajectories.
+        let_go: lets go in memory what may go, as long as there is a buffer; the lock is held.
         """
         self.queue_bytes = QUEUE_BYTES
         self.wanted = 0
         """Trajectories before this are to be written."""
-        self.let_go = let_go
-        self._gate, self._store, self._shelf = gate, store, shelf
+        self.shelf = shelf
+        """The buffer's trajectories as they are now."""
+        self._gate, self._store, self._let_go = gate, store, let_go
         self._memory = Recycler()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def let_go(self) -> None:
+        """Let go in memory what may go; the lock is held."""
+        let_go = self._let_go()
+        if let_go is not None:
+            let_go()
 
     # -- the buffer's side: the lock is held -------------------------------------------------------------------
 
     def want(self, upto: int) -> None:
         """Have the trajectories before ``upto`` written, soon."""
         self.wanted = max(self.wanted, upto)
-        if self._store is not None and self._thread is None and self._error is None and self._due(self._shelf()):
+        if self._store is not None and self._thread is None and self._error is None and self._due(self.shelf):
             thread = threading.Thread(target=self._run, args=(self._store,), name="forebay shelving")
             self._thread = thread
             try:
@@ -72,7 +80,7 @@ class Shelving:
     @property
     def queued_bytes(self) -> int:
         """Bytes of rows that wait to be written."""
-        shelf = self._shelf()
+        shelf = self.shelf
         upto = min(self.wanted, shelf.next)
         first = shelf.due(upto)
         return (shelf.start(upto) - shelf.start(first)) * shelf.storage.row_bytes if first < upto else 0
@@ -102,7 +110,7 @@ class Shelving:
 
     def used(self) -> frozenset[SegmentKey]:
         """Return the segments in which something lies that the buffer has; the lock is held."""
-        return self._shelf().segments()
+        return self.shelf.segments()
 
     def join(self) -> None:
         """Wait until nothing is being written; the lock is not held."""
@@ -116,7 +124,7 @@ class Shelving:
         try:
             while True:
                 with self._gate.lock:
-                    shelf = self._shelf()
+                    shelf = self.shelf
                     if not self._due(shelf):
                         self._thread = None
                         return

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.layout import CUT, TRUNCATED
 from pipeline.errors import Damaged, NewerFormat
+from pipeline.store.files import open_plain
 
 STATE_VERSION = 1
 STATE_FILE = "replay.json"
@@ -31,6 +34,11 @@ class BufferState(msgspec.Struct, kw_only=True):
     """[environment, key of the newest row, number, place of that row] each."""
     cut_keys: list[int] = []
     """Keys of rows with which an episode was left where it was."""
+    truncated_keys: list[int] = []
+    """Keys of rows with which a save has truncated an episode that was open: ``incomplete="truncate"``."""
+    dropped: dict[str, int] = {}
+    """How many of the rows are not to come back, by what their episodes are: ``open`` or ``headless``. The list of
+    episodes in ``values`` has none of theirs: ``incomplete="drop"``."""
     stale_updates: int = 0
     limiter: dict[str, int] = {}
     generator: dict[str, Any] = {}
@@ -59,6 +67,40 @@ class BufferState(msgspec.Struct, kw_only=True):
         """The columns."""
         return None if self.columns is None else Schema(tuple(self.columns))
 
+    @property
+    def held(self) -> int:
+        """How many rows come back."""
+        return self.size - sum(self.dropped.values())
+
+    def coming_back(self, values: Mapping[str, np.ndarray], episodes: np.ndarray) -> np.ndarray:
+        """Return of which of the episodes [n] the rows come back; ``values`` are the generation's.
+
+        Raises:
+            Damaged: it does not say.
+        """
+        if not self.dropped:
+            return np.ones(len(episodes), bool)
+        listed = values.get("episodes.number.int64")
+        if listed is None:
+            raise Damaged("rows were dropped, and the list of the episodes that were not is missing")
+        return np.isin(episodes, listed)
+
+
+class Ends:
+    """How rows end an episode, where their blocks do not say so, as these are older than the end."""
+
+    def __init__(self, state: BufferState) -> None:
+        said = ((state.truncated_keys, TRUNCATED), (state.cut_keys, CUT))
+        self._said = [(np.array(sorted(keys), np.int64), end) for keys, end in said if keys]
+
+    def of(self, keys: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return how the rows of some keys [n] end one, of what their blocks say."""
+        ends = ends.astype(np.uint8)
+        for said, end in self._said:
+            at = np.minimum(np.searchsorted(said, keys), len(said) - 1)
+            ends[said[at] == keys] = end
+        return ends
+
 
 def encode_state(state: msgspec.Struct, unknown: dict[str, Any]) -> bytes:
     """Return the file's bytes; ``unknown`` are fields of a newer version that are carried along."""
@@ -73,6 +115,13 @@ def decode_state(raw: bytes, where: str) -> tuple[BufferState, dict[str, Any]]:
         Damaged: it is no such state.
     """
     return decode_fields(raw, where, BufferState, STATE_VERSION, _check)
+
+
+def read_buffer_state(folder: str) -> tuple[BufferState, dict[str, Any]]:
+    """Return the state in a generation's folder, as :func:`decode_state` does."""
+    path = os.path.join(folder, STATE_FILE)
+    with open_plain(path) as file:
+        return decode_state(file.read(), path)
 
 
 def decode_fields(

@@ -6,31 +6,32 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from pipeline.buffer.transitions.checked import checksum_of
-from pipeline.checkpoint.generations import RETRY, Found, GenerationWriter, Stored, find_generations, of_kind
-from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, Manifest
+from pipeline.checkpoint.generations import Found, GenerationWriter, Stored, find_generations, of_kind, writing_in
+from pipeline.checkpoint.manifest import REPLAY, SHARDS, Manifest, ShardInfo
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.clock import Clock
-from pipeline.config import SavingOptions
-from pipeline.errors import ForebayError, WriteFailed
+from pipeline.config import SavingOptions, without_secrets
+from pipeline.errors import ForebayError
 from pipeline.observe import events
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.ahead import ahead
-from pipeline.replay.job import Listing, Piece, SaveJob
-from pipeline.replay.state import VALUES_FOLDER
+from pipeline.replay.incomplete import counts, warn_of_dropped
+from pipeline.replay.job import Listing, Piece, SaveJob, files_of
 from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import segment_key
-from pipeline.store.segments import Block
+from pipeline.store.segments import Block, SegmentInfo
 from pipeline.store.writer import StoreWriter
 from pipeline.wiring.collecting import DeadSegments, listed_segments
 from pipeline.wiring.folder import RunFolder
+from pipeline.wiring.life_end import ended
 from pipeline.wiring.retention import Retention
 
 
@@ -42,6 +43,8 @@ class Saving:
         self._done = threading.Event()
         self._claimed = threading.Lock()
         self._error: BaseException | None = None
+        self._telling = threading.Lock()
+        self._tell: list[Callable[[BaseException | None], None]] = []
         self.told = False
 
     @property
@@ -78,7 +81,18 @@ class Saving:
     def end(self, error: BaseException | None = None) -> None:
         """Note how it ended."""
         self._error = error
-        self._done.set()
+        with self._telling:
+            self._done.set()
+        for tell in self._tell:
+            tell(error)
+
+    def when_ended(self, tell: Callable[[BaseException | None], None]) -> None:
+        """Let somebody know how it ended, or has ended; in any thread."""
+        with self._telling:
+            if not self._done.is_set():
+                self._tell.append(tell)
+                return
+        tell(self._error)
 
     def __repr__(self) -> str:
         return f"Saving(generation={self.generation}, step={self.step})"
@@ -92,21 +106,51 @@ class Keeping(NamedTuple):
     log: Any
 
 
+class Part(NamedTuple):
+    """What this process has written of a generation's rows.
+
+    Attributes:
+        listing: where all of its rows lie.
+        position: of the journal, with the segment that was being written.
+        segments: those that the generation needs.
+        incarnation: the life that wrote.
+    """
+
+    listing: Listing
+    position: JournalPosition
+    segments: list[SegmentInfo]
+    incarnation: int
+
+    @property
+    def opens(self) -> tuple[int, int]:
+        """The incarnation and the number of the segment that was being written."""
+        return self.incarnation, self.position.segment
+
+
 class ReplayStore:
     """The folder of one buffer, while this process holds it."""
 
+    rank = 0
+    """What the names of its segments have for a rank."""
+
     def __init__(self, options: SavingOptions, files: FilesLike | None = None, kind: str = REPLAY) -> None:
         assert options.directory is not None
-        self._kind = kind
+        self.kind = kind
         self.options = options
         self.files: FilesLike = files or OsFiles()
         self.folder = RunFolder(options.directory, self.files)
         self.context = RunContext()
         self.log = logger(self.context)
         self.opened = False
+        self.left_by: BaseException | None = None
+        """What the script's body was left by."""
+        self.shard: ShardInfo | None = None
+        """What the save that has begun says of this process's rows, if they are transitions."""
         self.blocks: list[Block] = []
         """Those of the newest generation of this line."""
         self.parent = -1
+        self.step: int | None = None
+        """The step of the generation ``parent``."""
         self.incarnation = 0
         self.writing = threading.RLock()
         """Whoever has it may write segments, and is the only one. It is taken before the buffer's own lock."""
@@ -130,13 +174,19 @@ class ReplayStore:
         self.context.update(run=self.folder.run_id[:8], incarnation=self.incarnation)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Give the lock back; the journal says how this life ended, if it has one."""
         if not self.opened:
             return
         self.opened = False
         try:
-            self._drop_writer()
+            try:
+                if self._writer is not None and self._writer.error is None:
+                    self._writer.append(ended(time.time(), self.left_by))
+                    self._writer.write(self._writer.take())
+            finally:
+                self._drop_writer()
         finally:
+            self.left_by = None  # it holds the script's frames
             self.folder.release()
 
     def find(self) -> Found:
@@ -146,7 +196,7 @@ class ReplayStore:
             UsageError: something else wrote them.
         """
         layout = self.folder.layout
-        return of_kind(find_generations(layout, self.folder.run_id), self._kind, layout.directory)
+        return of_kind(find_generations(layout, self.folder.run_id), self.kind, layout.directory)
 
     def begin(
         self, step: int, states: Sequence[CapturedState], attached: Sequence[str], *, like: Stored | None = None
@@ -161,21 +211,21 @@ class ReplayStore:
         self._next += 1
         writer = GenerationWriter(self.folder.layout, self.files, number)
         manifest = Manifest(
-            kind=self._kind,
+            kind=self.kind,
             run_id=self.folder.run_id,
             generation=number,
             parent=self.parent,
             step=step,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             attached=sorted(attached),
-            options=self.options.to_dict(),
+            options=without_secrets(self.options.to_dict()),
         )
         writer.begin_with(states, () if like is None else like.trainer_files())
         return Generation(writer, manifest, Saving(number, step))
 
     def adopt(self, stored: Stored, blocks: list[Block]) -> None:
         """Go on from a generation."""
-        self.parent, self.blocks = stored.manifest.generation, blocks
+        self.parent, self.step, self.blocks = stored.manifest.generation, stored.manifest.step, blocks
 
     def leave_unread(self, stored: Stored) -> None:
         """Take in that payloads of a generation were not read: the next saves read nothing either."""
@@ -190,19 +240,20 @@ class ReplayStore:
         begun = time.monotonic()
         manifest = generation.manifest
         try:
-            stored, listing, open_segment = self._commit(generation, job, unknown)
+            stored, part = self._commit(generation, job, unknown)
         except BaseException as error:
             job.close()
             generation.writer.abandon()
             # Nothing may be believed that this writer wrote: the next one begins in files of its own.
             self.give_up()
-            if self._kind == REPLAY:  # rows are in memory as well until a generation counts on them
+            if self.kind in (REPLAY, SHARDS):  # rows are in memory as well until a generation counts on them
                 self._remove_remains()
             self.log.error(
                 events.GENERATION_FAILED, generation=manifest.generation, step=manifest.step, error=str(error)
             )
             raise
-        self.adopt(stored, listing.blocks)
+        self.adopt(stored, part.listing.blocks)
+        said = {} if self.shard is None else counts(self.shard)
         self.log.info(
             events.GENERATION_COMMITTED,
             generation=manifest.generation,
@@ -210,12 +261,23 @@ class ReplayStore:
             bytes=sum(info.bytes for info in stored.manifest.files),
             seconds=time.monotonic() - begun,
             reason=manifest.reason,
+            **said,
         )
-        needed = dict.fromkeys(listing.used, 0) | listing.live
-        self._retention.committed(stored, needed, open_segment, self.folder.keep)
+        if said:
+            warn_of_dropped(self.log, manifest.step, said)
+        self._retire(stored, part)
         return stored
 
-    def _commit(self, generation: Generation, job: SaveJob, unknown: dict[str, Any]) -> tuple[Stored, Listing, int]:
+    def _commit(self, generation: Generation, job: SaveJob, unknown: dict[str, Any]) -> tuple[Stored, Part]:
+        part = self._written(job)
+        self._add_files(generation.writer, job, part, unknown)
+        if self.shard is not None:
+            shard = msgspec.structs.replace(self.shard, bytes=sum(part.listing.live.values()))
+            generation.manifest = msgspec.structs.replace(generation.manifest, shards=[shard])
+        return self._exist(generation, [part]), part
+
+    def _written(self, job: SaveJob) -> Part:
+        """Write the rows that are new, and make them survive a loss of power."""
         with self.writing:
             kept = job.kept(self.blocks)
             with contextlib.closing(ahead(job.pieces())) as pieces:  # copied while the one before is written
@@ -224,23 +286,34 @@ class ReplayStore:
             position, written = writer.sync()
             listing, open_segment = job.listing(kept, new), writer.open_segment
             incarnation = self.incarnation
-        try:
-            generation.writer.add(*job.described(unknown))
-            generation.writer.add(BLOCKS_FILE, listing.raw)
-            for name, values in job.values.items():
-                raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-                generation.writer.add(f"{VALUES_FOLDER}/{name}", memoryview(raw.data))
-        except OSError as error:
-            raise WriteFailed(f"{generation.writer.folder}: could not be written: {error}. {RETRY}") from error
+        position = msgspec.structs.replace(position, segment=open_segment)
+        segments = listed_segments(self._dead, self.folder.tag, written, listing.live, incarnation, open_segment)
+        return Part(listing, position, segments, incarnation)
+
+    def _add_files(
+        self, writer: GenerationWriter, job: SaveJob, part: Part, unknown: dict[str, Any], prefix: str = ""
+    ) -> None:
+        """Write what a generation holds beside the rows."""
+        with writing_in(writer.folder):
+            for path, content in files_of(job, part.listing, unknown):
+                writer.add(prefix + path, content)
+
+    def _exist(self, generation: Generation, parts: Sequence[Part]) -> Stored:
+        """Make a generation exist, whose rows lie as ``parts`` say; the first of them is this process's."""
         manifest = msgspec.structs.replace(
             generation.manifest,
-            incarnation=incarnation,
-            journals=[msgspec.structs.replace(position, segment=open_segment)],
-            segments=listed_segments(self._dead, self.folder.tag, written, listing.live, incarnation, open_segment),
+            incarnation=parts[0].incarnation,
+            journals=[part.position for part in parts],
+            segments=[info for part in parts for info in part.segments],
             files=sorted(generation.writer.infos, key=lambda info: info.path),
             reusable=self._retention.reusable(generation.manifest),
         )
-        return generation.writer.commit(manifest, keep=self.folder.keep), listing, open_segment
+        return generation.writer.commit(manifest, keep=self.folder.keep)
+
+    def _retire(self, stored: Stored, part: Part) -> None:
+        """Remove what is not kept any more."""
+        needed = dict.fromkeys(part.listing.used, 0) | part.listing.live
+        self._retention.committed(stored, needed, {self.rank: part.opens}, self.folder.keep)
 
     def write(self, pieces: Iterable[Piece]) -> list[Block]:
         """Write some pieces; the caller has :attr:`writing`. They are there for good after :meth:`sync`, or a commit.
@@ -288,13 +361,19 @@ class ReplayStore:
                 return
             listed = {info.name for each in found.complete for info in each.manifest.segments}
             for name in layout.list_segments():
-                if name not in listed and self.folder.incarnation <= segment_key(name)[0] < self.incarnation:
+                incarnation, rank, _ = segment_key(name)
+                own = rank == self.rank and self.folder.incarnation <= incarnation < self.incarnation
+                if own and name not in listed:
                     self.files.unlink(os.path.join(layout.segments, name))
 
     def _open_writer(self) -> StoreWriter:
         if self._writer is None:
             self._writer = StoreWriter(
-                self.folder.layout, self.files, run_tag=self.folder.tag, incarnation=self.incarnation
+                self.folder.layout,
+                self.files,
+                run_tag=self.folder.tag,
+                incarnation=self.incarnation,
+                rank=self.rank,
             )
         return self._writer
 
@@ -315,3 +394,5 @@ class Generation:
 
     def __init__(self, writer: GenerationWriter, manifest: Manifest, saving: Saving) -> None:
         self.writer, self.manifest, self.saving = writer, manifest, saving
+        self.number = 0
+        """Of the save, among all that this process has begun."""

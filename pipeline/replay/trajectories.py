@@ -6,6 +6,7 @@ out under the lock under which rows are written, or read from files that nobody 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,16 +53,22 @@ class TrajectoryBuffer(TrajectoryVerbs):
         Raises:
             ConfigError: an option is unknown or out of range.
         """
+        if "ranks" in options:
+            raise ConfigError(
+                "ranks: a TrajectoryBuffer has no shards; give each rank a directory= of its own and as many "
+                "ranks, or keep the steps as rows of a ReplayBuffer(ranks=)",
+                option="ranks",
+            )
         self.options = TrajectoryOptions.of(options)
         self.gate = Gate()
         self._saver: TrajectorySaver = TrajectorySaver(self.options, self.gate, files)
         store = self._saver.store
-        self._shelving = Shelving(self.gate, store, lambda: self._own.shelf, self._let_go)
+        self._own = TrajectoryParts(self.options)
+        self._shelving = Shelving(self.gate, store, self._own.shelf, weakref.WeakMethod(self._let_go))
         self._saver.shelving = self._shelving
-        self._due = due_of(store)
+        self._due = due_of(store, self.get_stats)
         self._rows = None if store is None else SegmentRows(store.folder.layout, lambda: store.folder.tag)
         self._closed = self._forked = False
-        self._own = TrajectoryParts(self.options)
         self._first = 0  # the number of the window's first row
         self._widen(self._own)
         not_after_fork(self)

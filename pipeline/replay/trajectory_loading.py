@@ -12,6 +12,7 @@ from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.errors import ConfigError, Damaged, StoreError
 from pipeline.replay.ahead import ahead
+from pipeline.replay.flattening import TrajectoryInfo
 from pipeline.replay.loading import read_values
 from pipeline.replay.shelf import Shelf
 from pipeline.replay.trajectory_blobs import BlobLayout
@@ -56,16 +57,8 @@ def read(
         ConfigError: the rows do not fit into memory.
     """
     states = read_generation(stored, attached)
-    path = os.path.join(stored.folder, STATE_FILE)
-    with open_plain(path) as file:
-        state, unknown = decode_state(file.read(), path)
-    try:
-        infos = from_values(state, read_values(stored))
-    except (LookupError, ValueError) as error:
-        raise Damaged(f"{path}: what is known of trajectories does not fit together ({error})") from None
-    except Damaged as error:
-        raise Damaged(f"{path}: {error}") from None
-    blocks = _read_blocks(os.path.join(stored.folder, BLOCKS_FILE), state)
+    state, unknown, infos = read_infos(stored)
+    blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), state)
     drop = 0 if room.capacity is None else max(0, state.size - room.capacity)
     shelf = Shelf(state.trajectory_counter - state.size + drop)
     shelf.enter(infos[drop:])
@@ -85,7 +78,32 @@ def read(
     return ReadTrajectories(stored, state, unknown, states, shelf, [])
 
 
-def _read_blocks(path: str, state: TrajectoryState) -> list[Block]:
+def read_infos(stored: Stored) -> tuple[TrajectoryState, dict[str, Any], list[TrajectoryInfo]]:
+    """Return the state of a generation, the fields of it that this version does not know, and what is known of each
+    trajectory, oldest first.
+
+    Raises:
+        NewerFormat: it was written by a newer version.
+        Damaged: something is missing, or does not fit together.
+    """
+    path = os.path.join(stored.folder, STATE_FILE)
+    with open_plain(path) as file:
+        state, unknown = decode_state(file.read(), path)
+    values = read_values(stored)
+    try:
+        return state, unknown, from_values(state, values)
+    except (LookupError, ValueError) as error:
+        raise Damaged(f"{path}: what is known of trajectories does not fit together ({error})") from None
+    except Damaged as error:
+        raise Damaged(f"{path}: {error}") from None
+
+
+def blocks_of(path: str, state: TrajectoryState) -> list[Block]:
+    """Return where the trajectories of a state lie, by number.
+
+    Raises:
+        Damaged: the file lists others.
+    """
     blocks = read_blocks(path)
     first = state.trajectory_counter - state.size
     if [(block.first, block.count) for block in blocks] != [(first + at, 1) for at in range(state.size)]:

@@ -16,6 +16,7 @@ from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.replay.saving import ReplayResumed
 from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.shelf import Shelf
+from pipeline.replay.shelving import Shelving
 from pipeline.replay.state import set_generator
 from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.replay.trajectory_loading import Verify, shelf_of
@@ -29,6 +30,7 @@ class TrajectoryVerbs(FolderVerbs):
     options: TrajectoryOptions
     _saver: TrajectorySaver
     _own: TrajectoryParts
+    _shelving: Shelving
     _rows: SegmentRows | None
     _first: int
     _closed: bool
@@ -55,11 +57,10 @@ class TrajectoryVerbs(FolderVerbs):
         self._usable()
         if verify not in ("full", "lazy"):
             raise ConfigError.of("verify", verify, "'full' and 'lazy' are allowed")
-        with self._saver.lock:
+        with self._hearing(), self._saver.lock:
             self._saver.verify = verify
             with self.gate.lock:
                 found = self._saver.find(step, self._own)
-                self.listen()
                 if found is not None:
                     parts = TrajectoryParts(self.options)
                     parts.window, parts.widest = self._own.window, self._own.widest
@@ -121,11 +122,11 @@ class TrajectoryVerbs(FolderVerbs):
     # -- what it holds -----------------------------------------------------------------------------------------
 
     def _use(self, parts: TrajectoryParts) -> None:
-        self._own = parts
+        self._own, self._shelving.shelf = parts, parts.shelf
         self._set_first()
 
     def _forget(self) -> None:
-        self._own.shelf = Shelf(self._own.shelf.next)
+        self._own.shelf = self._shelving.shelf = Shelf(self._own.shelf.next)
         self._set_first()
 
     def _kept(self, end: int) -> tuple[int, int]:

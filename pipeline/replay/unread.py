@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
 from pipeline.buffer.transitions.checked import CHUNK, CheckedBlock, Columns, Range
 from pipeline.buffer.transitions.columns import Arrays, Schema
-from pipeline.buffer.transitions.layout import AHEAD, CUT, END, MARKS, SERIAL
+from pipeline.buffer.transitions.layout import AHEAD, CUT, END, MARKS, SERIAL, TRUNCATED
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots
@@ -68,6 +68,7 @@ class UnreadRows:
             name: (MARKS[name], ()) for name in KEPT_MARKS
         }
         self._cuts, self._cuts_known = np.empty(0, np.int64), (-1, -1)
+        self._shortened = np.sort(np.array(ring.truncated_keys, np.int64))
         self.marks_known = False
         self.written: Written | None = None
 
@@ -197,9 +198,9 @@ class UnreadRows:
                 part[SERIAL] = (keys & 0xFFFFFFFF).astype(np.uint32)
                 part[AHEAD] = np.zeros(len(keys), np.int32)
                 part[END] = np.where(part[END] == CUT, 0, part[END])  # `cut_keys` are of the moment that was saved
-                cut = self._cut(keys)
-                if len(cut):
-                    part[END][np.isin(keys, cut)] = CUT
+                for end, ended in ((TRUNCATED, self._truncated(keys)), (CUT, self._cut(keys))):
+                    if len(ended):
+                        part[END][np.isin(keys, ended)] = end
             if self.written is not None:
                 for name, changed in self.written.among(slots, keys):
                     if name in part:
@@ -214,6 +215,11 @@ class UnreadRows:
             self._cuts, self._cuts_known = np.sort(np.array(self._ring.cut_keys, np.int64)), known
         low, high = np.searchsorted(self._cuts, (keys.min(), keys.max() + 1))
         return self._cuts[low:high]
+
+    def _truncated(self, keys: Ints) -> Ints:
+        """As :meth:`_cut`, of episodes that a save has truncated."""
+        low, high = np.searchsorted(self._shortened, (keys.min(), keys.max() + 1))
+        return self._shortened[low:high]
 
     def _homes(self, number: int, rows: slice) -> list[tuple[Slots, Ints, slice | Ints]]:
         """Return (slots, keys, which of them) of those of ``rows`` of a block that are there, in parts whose slots

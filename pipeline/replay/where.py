@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError
 Ints = np.ndarray
 Fetch = Callable[[str, Ints], np.ndarray]
 MARKS = (VERSION, EPISODE, PLACE)
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -47,7 +47,7 @@ class Test(NamedTuple):
             for each in self.value:  # one by one: together they might be made floats
                 found |= array == each
             return found if self.compare == "in" else ~found
-        result: np.ndarray = np.asarray(_COMPARE[self.compare](array, self.value), bool)
+        result: np.ndarray = np.asarray(COMPARE[self.compare](array, self.value), bool)
         return result
 
 
@@ -161,8 +161,8 @@ def _tests(name: Any, given: Any) -> list[Test]:
     if isinstance(given, list) and not pair:
         return [test for each in given for test in _tests(name, each)]
     compare, value = given if pair else ("==", given)
-    if not isinstance(compare, str) or (compare not in _COMPARE and compare not in _AMONG):
-        raise ConfigError.of("where", compare, f"of {name}: one of {', '.join((*_COMPARE, *_AMONG))} is needed")
+    if not isinstance(compare, str) or (compare not in COMPARE and compare not in _AMONG):
+        raise ConfigError.of("where", compare, f"of {name}: one of {', '.join((*COMPARE, *_AMONG))} is needed")
     if compare in _AMONG:
         if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
             raise ConfigError.of("where", value, f"of {name}: several numbers are needed with {compare!r}")

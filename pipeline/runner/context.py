@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from pipeline.errors import UsageError
+from pipeline.interfaces import AttemptFacts
 from pipeline.records import EVALUATION, TRAIN, Item, Rollout
-from pipeline.store.codec import unpack
 
 
 class Slots(Protocol):
@@ -31,9 +31,10 @@ class RunFacts(msgspec.Struct, frozen=True):
     slots: Slots | None = None
     save_partial: Callable[[Any, Rollout], None] | None = None
     extend: Callable[[Any, Any], Awaitable[int]] | None = None
+    log: Any = None
 
 
-class _Defaults(msgspec.Struct, kw_only=True, eq=False):
+class _Defaults(msgspec.Struct, kw_only=True, eq=False, weakref=True):
     resource: Any = None
     deadline: float = float("inf")
     has_slot: bool = True
@@ -42,6 +43,8 @@ class _Defaults(msgspec.Struct, kw_only=True, eq=False):
     _failures: int = 0
     _run: RunFacts = RunFacts()
     _rng: np.random.Generator | None = None
+    _stream: tuple[int, ...] | None = None
+    _timer: Any = None
     _part: bytes | None = None
     _oldest: int | None = None
     _since: int | None = None
@@ -83,15 +86,50 @@ class Context(_Defaults, eq=False):
         An attempt that is cut by a crash starts again with the same stream; one after a failure gets another.
         """
         if self._rng is None:
-            key = (self._run.seed % 2**64, self.item.uid, self.member, self._failures)
-            self._rng = np.random.default_rng(key)
+            self._rng = np.random.default_rng(self._seeds)
         return self._rng
+
+    @property
+    def _seeds(self) -> tuple[int, ...]:
+        return self._stream or (self._run.seed % 2**64, self.item.uid, self.member, self._failures)
+
+    @property
+    def log(self) -> Any:
+        """A ``structlog`` logger whose lines say which attempt they are of: ``ctx.log.info("moved", pieces=3)``."""
+        given = self._run.log
+        if given is None:
+            from pipeline.observe import logger
+
+            given = logger()
+        return given.bind(task=self.item.task, uid=self.item.uid, member=self.member, attempt=self.attempt)
+
+    @property
+    def base_url(self) -> str:
+        """Where an agent that owns its loop finds a server of its model that records what is said there for this
+        attempt: what the task's ``resource`` offers, such as a ``chat.recorder``.
+
+        Raises:
+            UsageError: the resource has no such server.
+        """
+        of = getattr(self.resource, "base_url_of", None)
+        if of is None:
+            raise UsageError(
+                f"ctx.base_url: the resource of task {self.item.task!r} records nothing; use "
+                "Task(resource=chat.recorder(client))"
+            )
+        url: str = of(self)
+        return url
+
+    @property
+    def version_now(self) -> int:
+        """Version number of the weights in use now; that of :attr:`version` until they are updated."""
+        now = self._run.version_now
+        return self.version if now is None else now()
 
     @property
     def version_changed(self) -> bool:
         """Whether the weights have been updated since this attempt started."""
-        now = self._run.version_now
-        return now is not None and now() != self.version
+        return self.version_now != self.version
 
     @property
     def partial(self) -> Rollout | None:
@@ -100,6 +138,8 @@ class Context(_Defaults, eq=False):
         Its ``oldest`` and ``newest`` say which weights made it. The rollout that is returned counts as old as that,
         unless it names its own versions.
         """
+        from pipeline.store.codec import unpack  # needs torch, and a worker process may do without
+
         return None if self._part is None else unpack(self._part, f"partial of uid {self.item.uid}")[1]
 
     def save_partial(self, rollout: Rollout) -> None:
@@ -160,6 +200,17 @@ class Context(_Defaults, eq=False):
         if self._run.extend is not None and self.kind != EVALUATION:
             raise UsageError("ctx.park(): rows have their rewards in them, and with buffer= nobody waits for others")
         self.parked = True
+
+    def facts(self) -> AttemptFacts:
+        """Return what an engine says of this attempt to the process that it runs it in."""
+        rows = self._run.extend is not None and self.kind != EVALUATION
+        return AttemptFacts(self.member, self.attempt, self.version, self.key, self._seeds, self.kind, self._part, rows)
+
+    def queued(self) -> None:
+        """Note that an engine has no place yet for this attempt: its ``timeout`` does not run."""
+
+    def begun(self) -> None:
+        """Note that it has one, and that its ``timeout`` begins."""
 
     def scoring(self) -> AbstractAsyncContextManager[None]:
         """Give the slot back while a judge works; it is waited for again at the end.

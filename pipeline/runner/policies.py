@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from pipeline.config import FailFast, FailurePolicy, Retry
-from pipeline.errors import RolloutInvalid
+from pipeline.errors import RolloutInvalid, RunnerRaised, WorkerFailed
 from pipeline.records import Item, Rollout, Trace
 
 
@@ -43,8 +43,11 @@ def check_rollout(given: Any, item: Item, *, rows: bool = False) -> str | None:
 
     Raises:
         RolloutInvalid: it is no rollout at all; names the task, the item and the field.
+        WorkerFailed: the engine gave this instead.
     """
     if type(given) is not Rollout and not isinstance(given, Rollout):
+        if isinstance(given, (RolloutInvalid, WorkerFailed)):
+            raise given  # an engine's word for what it found elsewhere
         raise RolloutInvalid(
             f"{item}: the runner returned {_shown(given)}; return Rollout(tensors, reward=...), and raise to fail"
         )
@@ -101,6 +104,12 @@ def _is_finite(reward: float) -> bool:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error in one line: its type and its message."""
+    text = str(error) if isinstance(error, RunnerRaised) else f"{type(error).__name__}: {error}"
+    return text[:500]
 
 
 def encodable(text: str) -> str:

@@ -2,7 +2,8 @@
 
 Guarantees:
 
-* a job that was handed out ends in exactly one of ``finished``, ``failed`` and ``interrupted``, whatever is cancelled;
+* a job that was handed out ends in exactly one of ``finished``, ``failed``, ``interrupted`` and ``lost``, whatever is
+  cancelled;
 * when work appears, every free slot has it within one turn of the loop (``pump`` assigns jobs itself);
 * a slot that was given away for scoring is taken back before new work gets it.
 
@@ -22,6 +23,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
+from pipeline.errors import WorkerDied
 from pipeline.interfaces import Engine
 from pipeline.records import Rollout
 from pipeline.runner.context import Context
@@ -40,6 +42,16 @@ class Job(Context, eq=False):
     life: int
     started: float
 
+    def queued(self) -> None:
+        if self._timer is not None:
+            limit, worker = self._timer
+            limit.end(worker)
+
+    def begun(self) -> None:
+        if self._timer is not None:
+            limit, worker = self._timer
+            self.deadline = limit.begin(worker)
+
 
 class Work(Protocol):
     """Where jobs come from and go to. All but ``room`` are synchronous."""
@@ -53,6 +65,8 @@ class Work(Protocol):
     def failed(self, job: Job, error: BaseException, reason: str) -> None: ...
 
     def interrupted(self, job: Job, reason: str) -> None: ...
+
+    def lost(self, job: Job, error: WorkerDied) -> None: ...
 
     def room(self) -> Awaitable[None] | None:
         """None if a rollout can be taken in now, else what to wait for."""
@@ -300,6 +314,7 @@ class Pool:
         if limit is None:
             limit = self._limits[timeout] = self.time_limit(timeout, lambda late: self._cut(late, _TIMEOUT))
         job.deadline = limit.begin(worker)
+        job._timer = limit, worker
         return limit
 
     def _cut(self, worker: _Worker, reason: str) -> None:
@@ -311,7 +326,9 @@ class Pool:
     def _failed(self, worker: _Worker, job: Job, error: BaseException) -> None:
         """An attempt failed, or was cancelled: by an abort, by its deadline, or because everything ends."""
         assert worker.scope is not None
-        if _is_runners(error, worker.scope):
+        if isinstance(error, WorkerDied) and not worker.scope.cancel_called:
+            self._work.lost(job, error)
+        elif _is_runners(error, worker.scope):
             self._work.failed(job, error, "error")
         elif worker.cut in (_TIMEOUT, GROUP_TIMEOUT):
             self._work.failed(job, _late(job, worker.cut), worker.cut)

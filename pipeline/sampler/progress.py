@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -147,3 +147,27 @@ def add_counts(counts: dict[str, int], tasks: Iterable[str]) -> dict[str, int]:
     for task, more in Counter(tasks).items():
         added[task] = added.get(task, 0) + more
     return added
+
+
+def joined(parts: Sequence[Progress]) -> Progress:
+    """Return the one progress of several ranks that train together: counts are sums."""
+    counts: dict[str, Any] = {}
+    for name in (*_WINDOW, "target_samples", "consumed_samples"):
+        total: dict[str, Any] = {}
+        for part in parts:
+            for task, count in getattr(part, name).items():
+                total[task] = total.get(task, 0) + count
+        counts[name] = total
+    marks: dict[str, list[float]] = {}
+    for part in parts:
+        for task, given in part.window_marks.items():
+            marks[task] = [one + other for one, other in zip(marks.get(task, [0.0] * len(given)), given, strict=True)]
+    return Progress(
+        next_consumer_step=parts[0].next_consumer_step,
+        producer_future_step=min(part.producer_future_step for part in parts),
+        target_upto_future_step=parts[0].target_upto_future_step,
+        model_step=min(part.model_step for part in parts),
+        batch_groups=sum(part.batch_groups for part in parts),
+        window_marks=marks,
+        **counts,
+    )

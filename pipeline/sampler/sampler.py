@@ -6,6 +6,7 @@ life as in recovery. So the sampler's whole state is what the journal says was d
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import msgspec
 import numpy as np
 
 from pipeline.errors import SourceError, SourceMismatch
-from pipeline.interfaces import LearningSource, Source
+from pipeline.interfaces import ChoosingSource, LearningSource, Source
 from pipeline.records import EXTERNAL, AnyEvent, Claimed, EpochBegan, Feedback, Inherited, Mixed, SourceMark
 from pipeline.sampler.mixture import Mixture
 from pipeline.sampler.order import in_order, shuffled
@@ -40,6 +41,8 @@ class Draw(msgspec.Struct, frozen=True):
     position: int
     index: int
     began: EpochBegan | None
+    number: int = -1
+    """Where ranks share the order: among all its draws, from 0."""
 
 
 class Cursor(msgspec.Struct):
@@ -70,6 +73,7 @@ class Sampler:
         self._open = list(self._plans)
         self.learners = frozenset(plan.name for plan in plans if isinstance(plan.source, LearningSource))
         """Tasks whose source is told what its groups came to."""
+        self._choosers = {plan.name: plan.source for plan in plans if isinstance(plan.source, ChoosingSource)}
         self.awaited: set[str] = set()
         """Streams that have been asked for an item: the others are drawn until it comes."""
         self._teaching = False
@@ -191,6 +195,9 @@ class Sampler:
         return Draw(name, epoch, position, self._index(plan, epoch, position, length), began)
 
     def _index(self, plan: DrawPlan, epoch: int, position: int, length: int) -> int:
+        chooser = self._choosers.get(plan.name)
+        if chooser is not None:
+            return self._chosen(plan.name, chooser, epoch, position)
         if length < 0:
             return position
         first = position - position % _BLOCK
@@ -202,6 +209,12 @@ class Sampler:
             cached = (key, order(self.seed, epoch, positions, length).tolist())
             self._blocks[plan.name] = cached
         return cached[1][position - first]
+
+    def _chosen(self, name: str, source: ChoosingSource, epoch: int, position: int) -> int:
+        try:
+            return operator.index(source.choose(self.seed, epoch, position))
+        except Exception as error:
+            raise SourceError(f"task {name!r}: its source's choose() failed at {epoch, position}: {error!r}") from error
 
     def _claimed(self, event: Claimed) -> None:
         if event.kind == EXTERNAL:

@@ -7,6 +7,7 @@ more than the reading. The interpreter's lock is free while the disk is waited f
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -116,11 +117,13 @@ class Blocks:
         self.close()
 
 
-def crc32c_of_file(path: str) -> tuple[int, str]:
-    """Return a file's size and its crc32c as eight hexadecimal digits. Blocks."""
+def crc32c_of_file(path: str, told: Callable[[int], None] | None = None) -> tuple[int, str]:
+    """Return a file's size and its crc32c as eight hexadecimal digits; ``told`` is told of the bytes read. Blocks."""
     checksum = size = 0
     with Blocks(path) as blocks:
         while len(part := blocks.part(size, _BLOCK)):
             checksum = crc32c_more(checksum, part)
             size += len(part)
+            if told is not None:
+                told(len(part))
     return size, f"{checksum:08x}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -399,6 +399,11 @@ def _view(data: np.ndarray, entry: _Entry) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).reshape(entry.shape)
 
 
+def tensor_of(dtype: str, shape: Sequence[int], data: np.ndarray) -> torch.Tensor:
+    """Return a tensor over its bytes: [bytes] uint8, which can be written to and are nobody else's."""
+    return _view(data, _Entry(dtype, tuple(shape), (0, len(data))))
+
+
 def read_header(blob: bytes, where: str = "payload") -> PayloadHeader:
     """Return what a blob of :func:`pack` says of itself, without copying its tensors.
 
@@ -413,7 +418,7 @@ def read_header(blob: bytes, where: str = "payload") -> PayloadHeader:
         raise Damaged(f"{where}: the item header is damaged ({error})") from None
 
 
-def unpack(blob: bytes, where: str = "payload") -> tuple[PayloadHeader, Rollout]:
+def unpack(blob: bytes | memoryview, where: str = "payload") -> tuple[PayloadHeader, Rollout]:
     """Return the header and the rollout of a blob; the tensors are fresh copies.
 
     Raises:

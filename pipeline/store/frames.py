@@ -189,7 +189,8 @@ def scan(
         if offset < promised or (offset < size and _synced_after(blocks, offset, size, path)):
             raise Damaged(
                 f"{path} at byte {offset}: the record is damaged, though {max(promised, offset)} bytes of the "
-                f"file were written and synced. Restore the file from a copy, or resume an older generation."
+                f"file were written and synced. Restore the file from a copy, or resume an older generation.",
+                offset=offset,
             )
     if ended is not None:
         ended(offset, max(0, size - offset))  # of the last record, padding alone may be missing

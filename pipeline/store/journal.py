@@ -12,7 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.errors import Damaged, NewerFormat
-from pipeline.records import Added, AnyEvent, Evaluated, Finished, Location, Moved, Parked, PartSaved
+from pipeline.locations import Location
+from pipeline.records import Added, AnyEvent, Evaluated, Finished, Moved, Parked, PartSaved
 from pipeline.store.frames import EVENTS, SYNCED, Frame, scan
 from pipeline.store.layout import JournalName, Layout
 from pipeline.store.segments import Place
@@ -110,16 +111,17 @@ def events_of(frame: Frame, name: JournalName, expected: int) -> list[AnyEvent]:
     if (frame.header.incarnation, frame.header.rank) != (name.incarnation, name.rank):
         raise Damaged(
             f"{at}: the record is of incarnation {frame.header.incarnation}, rank {frame.header.rank}; "
-            f"the file's name says {name.incarnation}, {name.rank}. Give the file its old name back."
+            f"the file's name says {name.incarnation}, {name.rank}. Give the file its old name back.",
+            offset=frame.offset,
         )
     try:
         events = _decode_events(frame.payload)
     except msgspec.ValidationError as error:
         raise NewerFormat(f"{at}: holds an event unknown to this version ({error}). Install a newer forebay.") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Damaged(f"{at}: the events cannot be decoded ({error})") from None
+        raise Damaged(f"{at}: the events cannot be decoded ({error})", offset=frame.offset) from None
     if frame.header.sequence != expected:
-        raise Damaged(f"{at}: event {frame.header.sequence} follows, but {expected} was expected")
+        raise Damaged(f"{at}: event {frame.header.sequence} follows, but {expected} was expected", offset=frame.offset)
     return events
 
 

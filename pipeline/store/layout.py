@@ -160,9 +160,10 @@ class Layout:
         self.write_marker(files, run)
         return run
 
-    def create_folders(self, files: FilesLike) -> RunFile:
-        """Make the folders of a new run, and return the marker that makes them one once it is written."""
-        run = RunFile(run_id=secrets.token_hex(16))
+    def create_folders(self, files: FilesLike, run: RunFile | None = None) -> RunFile:
+        """Make the folders of a new run, and return the marker that makes them one once it is written: ``run``, or one
+        with an id of its own."""
+        run = run or RunFile(run_id=secrets.token_hex(16))
         for folder in (self.directory, self.journals, self.segments, self.generations):
             files.makedirs(folder)
         return run

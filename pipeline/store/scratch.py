@@ -52,7 +52,7 @@ class Scratch:
         self._directory = directory
         try:
             os.makedirs(directory, exist_ok=True)
-            self._handle = _unnamed(directory)
+            self._handle = unnamed(directory)
             self._close = weakref.finalize(self, os.close, self._handle)
             os.ftruncate(self._handle, size)
         except OSError as error:
@@ -88,7 +88,7 @@ class Scratch:
             raise WriteFailed(f"{self._directory}: {length:,} bytes cannot be mapped: {error}") from error
 
 
-def _unnamed(directory: str) -> int:
+def unnamed(directory: str) -> int:
     """Return a descriptor of a new file without a name."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if hasattr(os, "O_TMPFILE"):

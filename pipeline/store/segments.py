@@ -7,11 +7,23 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from pipeline.errors import Damaged, StoreError
-from pipeline.records import Location
+from pipeline.locations import Location
 from pipeline.store.blocks import Blocks
 from pipeline.store.files import open_plain
-from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, crc32c, decode_header
+from pipeline.store.frames import (
+    ALIGN,
+    FOOTER,
+    HEADER_BYTES,
+    MAGIC,
+    PAYLOAD,
+    Header,
+    crc32c,
+    decode_header,
+    frame_bytes,
+)
 from pipeline.store.layout import Layout, SegmentKey
+
+_FOOTER_LOOK = 1 << 16
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -118,6 +130,13 @@ def read_blocks(path: str) -> list[Block]:
     return blocks
 
 
+def needed_blocks(blocks: Iterable[Block], oldest: int) -> list[Block]:
+    """Return those of some blocks that have rows from ``oldest`` on, in their order; of two that begin with one row the
+    later one."""
+    found = {block.first: block for block in blocks if block.first + block.count > oldest}
+    return [found[first] for first in sorted(found)]
+
+
 class PayloadReader:
     """Reads payload frames by location, keeping no file open between calls. Blocks: call it in a thread."""
 
@@ -159,12 +178,20 @@ class PayloadReader:
         """Read every place, and return those that are not whole, each with what is wrong; nothing is kept."""
         return [(place, found) for place, found in self._look(places, keep=False) if isinstance(found, Damaged)]
 
+    def misplaced(self, places: Iterable[Place]) -> list[tuple[Place, Damaged]]:
+        """As :meth:`damaged`, but look at headers and sizes alone: no payload is read."""
+        looked = self._look(places, keep=False, payloads=False)
+        return [(place, found) for place, found in looked if isinstance(found, Damaged)]
+
     def each(self, places: Iterable[Place]) -> Iterator[tuple[Place, bytes | Damaged]]:
         """Yield each place with its blob, or with what is wrong there; file by file, and one blob at a time."""
         return self._look(places, keep=True)
 
-    def _look(self, places: Iterable[Place], *, keep: bool) -> Iterator[tuple[Place, bytes | Damaged]]:
-        """Yield each place with what lies there, file by file; without ``keep`` with nothing, if that is whole."""
+    def _look(
+        self, places: Iterable[Place], *, keep: bool, payloads: bool = True
+    ) -> Iterator[tuple[Place, bytes | Damaged]]:
+        """Yield each place with what lies there, file by file; without ``keep`` with nothing, if that is whole, and
+        without ``payloads`` if its header is."""
         by_file: dict[tuple[int, int, int], list[Place]] = {}
         gone: tuple[type[Exception], ...] = (FileNotFoundError, *self._damaged)
         for place in places:
@@ -182,32 +209,71 @@ class PayloadReader:
                 continue
             with blocks:
                 for place in wanted:
-                    yield place, self._frame(blocks, path, place, keep)
+                    yield place, self._frame(blocks, path, place, keep, payloads)
 
-    def _frame(self, blocks: Blocks, path: str, place: Place, keep: bool) -> bytes | Damaged:
+    def _frame(self, blocks: Blocks, path: str, place: Place, keep: bool, payloads: bool) -> bytes | Damaged:
         try:
-            return self._whole_frame(blocks, path, place, keep)
+            return self._whole_frame(blocks, path, place, keep, payloads)
         except self._damaged as error:
             return Damaged(f"{error}; it holds uid {place[0]}, member {place[1]}. Restore the file from a copy.")
 
-    def _whole_frame(self, blocks: Blocks, path: str, place: Place, keep: bool) -> bytes | Damaged:
+    def _whole_frame(self, blocks: Blocks, path: str, place: Place, keep: bool, payloads: bool) -> bytes | Damaged:
         uid, member, location = place
         begin = location.offset + HEADER_BYTES
         # What is kept lies here and there: no more is read than is wanted.
-        raw = blocks.exactly(location.offset, HEADER_BYTES) if keep else blocks.take(location.offset, HEADER_BYTES)
+        around = payloads and not keep
+        raw = blocks.take(location.offset, HEADER_BYTES) if around else blocks.exactly(location.offset, HEADER_BYTES)
         header = decode_header(raw, path)
         if header is not None and self._is(header, uid, member) and blocks.holds(begin + header.length):
+            if not payloads:
+                return b""
             payload = blocks.exactly(begin, header.length) if keep else b""
             checksum = crc32c(payload) if keep else blocks.checksum(begin, header.length)
             if checksum == header.checksum:
                 return payload
         return Damaged(
             f"{path} at byte {location.offset}: the payload of uid {uid}, member {member} is damaged or missing. "
-            "Restore the file from a copy."
+            "Restore the file from a copy.",
+            offset=location.offset,
         )
 
     def _is(self, header: Header, uid: int, member: int) -> bool:
         return header[0] == PAYLOAD and (header.run_tag, header.sequence, header.number) == (self._run_tag, uid, member)
+
+
+def find_footer(path: str, run_tag: int) -> tuple[int, Footer] | None:
+    """Return where the footer of a sealed segment begins, and what it says; None if no whole one ends the file. Only
+    the end of the file is read. Blocks.
+
+    Raises:
+        Damaged, StoreError: the file cannot be read.
+        FileNotFoundError: it is not there.
+    """
+    with Blocks(path) as blocks:
+        size = blocks.size()
+        for back in (_FOOTER_LOOK, 64 * _FOOTER_LOOK, size):
+            start = max(0, size - back) // ALIGN * ALIGN
+            tail = blocks.exactly(start, size - start)
+            place = tail.rfind(MAGIC)
+            while place >= 0:
+                header = decode_header(tail[place : place + HEADER_BYTES], path) if place % ALIGN == 0 else None
+                if header is not None and header.kind == FOOTER:
+                    return _footer(tail, start, place, header, run_tag)
+                place = tail.rfind(MAGIC, 0, place)
+            if not start:
+                break
+    return None
+
+
+def _footer(tail: bytes, start: int, place: int, header: Header, run_tag: int) -> tuple[int, Footer] | None:
+    payload = tail[place + HEADER_BYTES : place + HEADER_BYTES + header.length]
+    ends = place + frame_bytes(header.length) >= len(tail)
+    if not ends or header.run_tag != run_tag or crc32c(payload) != header.checksum:
+        return None
+    try:
+        return start + place, msgspec.msgpack.decode(payload, type=Footer)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 def _offset(place: Place) -> int:

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.errors import WriteFailed
-from pipeline.records import AnyEvent, Location
+from pipeline.locations import Location
+from pipeline.records import AnyEvent
 from pipeline.store.files import FilesLike
 from pipeline.store.frames import EVENTS, FOOTER, PAYLOAD, SYNCED, encode_frame, frame_bytes
 from pipeline.store.journal import JournalPosition, encode_events

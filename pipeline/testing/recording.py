@@ -129,4 +129,4 @@ def _append(path: str, data: bytes) -> None:
 def folder_in_memory() -> tempfile.TemporaryDirectory[str]:
     """Return a temporary folder, in memory where there is such a file system: making a file is far cheaper there."""
     memory = "/dev/shm"
-    return tempfile.TemporaryDirectory(prefix="forebay-", dir=memory if os.access(memory, os.W_OK) else None)
+    return tempfile.TemporaryDirectory(prefix="forebay-recording-", dir=memory if os.access(memory, os.W_OK) else None)

@@ -65,10 +65,11 @@ class Admission:
 
     def _computed(self) -> int:
         state, options = self._state, self._state.options
+        given = options.batch_groups and options.batch_groups // state.size  # of all ranks; the others are this one's
         limit = admissible(
             max_staleness=options.max_staleness,
             # What the run was resumed from counts last: this trainer may ask for other batches.
-            batch_groups=state.asked or options.batch_groups or state.progress.batch_groups,
+            batch_groups=state.asked or given or state.progress.batch_groups,
             trained=state.ledger.step,
             version=state.version,
             capacity=options.capacity,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.checkpoint.triggers import CheckpointRequest, exit_by_code
-from pipeline.errors import Stopped, StoreError, UsageError
+from pipeline.errors import ForebayError, Stopped, StoreError, UsageError, WriteFailed
 from pipeline.interfaces import Stateful
 from pipeline.observe import events
 from pipeline.store.service import RunBlocking
@@ -40,6 +40,8 @@ class Checkpointing:
         self.attached: dict[str, Stateful] = {}
         self.own_files = False
         """Whether generations of this run hold files that only the trainer can write."""
+        self.stopped_by: str | None = None
+        """Who had asked for the stop that was honoured, if one was."""
         self._left: CheckpointRequest | None = None
 
     # -- a generation, piece by piece -------------------------------------------------------------------------------
@@ -65,6 +67,7 @@ class Checkpointing:
                 capture.let_rows_go()
                 self._saver.captured_step = -1
                 self.triggers.give_back(capture.request)
+                capture.saving.on_end(WriteFailed("the save was given up before it was written; the trainer was told"))
 
     def begin(
         self,
@@ -79,6 +82,8 @@ class Checkpointing:
         assert self._saver is not None
         if not replay_buffer and self._state.experience is not None:
             raise UsageError("replay_buffer=False: these rollouts made the buffer's rows, which cannot be drawn again")
+        if not replay_buffer and self._saver.whole_only:
+            raise UsageError(f"replay_buffer=False: {self._saver.whole_only}")
         if self._state.experience is not None:
             self._state.experience.check_recorded()
         if step is not None:
@@ -86,8 +91,25 @@ class Checkpointing:
         capture = self._saver.begin(reason, states, list(self.attached), replay_buffer=replay_buffer, external=external)
         self.own_files |= bool(external)
         self.triggers.saved(self._state.ledger.step)
+        self.triggers.hear()
         capture.request = self.triggers.take()
+        self._answer_requests(capture)
         return capture
+
+    def _answer_requests(self, capture: Capture) -> None:
+        """Let who has asked over HTTP, or asks until this generation is there, know of it."""
+        desk, saving = self.triggers.desk, capture.saving
+        if desk is None:
+            return
+        ticket, stops = desk.begun(), capture.request is not None and capture.request.then == "stop"
+
+        def ended(error: ForebayError | None) -> None:
+            if error is not None:
+                desk.failed(ticket, str(error))
+            else:
+                desk.ended(ticket, saving.generation, saving.step, stops=stops)
+
+        saving.on_end = ended
 
     @staticmethod
     def check_external(path: str | os.PathLike[str] | None) -> str:
@@ -153,7 +175,11 @@ class Checkpointing:
         Raises:
             WriteFailed: the generation could not be written; the request stands.
         """
-        if request is None or request.then != "stop":
+        if request is None:
+            return None
+        if request.then != "stop":
+            if saving is None:
+                self.answer_by_newest(stops=False)
             return None
         try:
             if saving is not None:
@@ -169,8 +195,21 @@ class Checkpointing:
         generation = self._saver.parent if self._saver is not None and self._saver.committed else None
         step = self._state.ledger.step
         self._state.log.info(events.RUN_STOPPED, reason=request.reason, step=step, generation=generation)
+        self.stopped_by = request.reason
+        self.answer_by_newest(stops=True)
         exit_by_code()
         return Stopped(request.code, request.reason, step, generation)
+
+    def answer_by_newest(self, *, stops: bool) -> None:
+        """Who has asked over HTTP is answered by what is saved already; what is being saved answers by itself, as
+        will the first generation, where there is none yet."""
+        desk, saver = self.triggers.desk, self._saver
+        if desk is None or saver is None or (not stops and (saver.busy or saver.newest is None)):
+            return
+        if saver.newest is None:
+            desk.failed(None, "the run has stopped before there was anything to save")
+        else:
+            desk.ended(None, *saver.newest, stops=stops)
 
     def _remove_stop_file(self) -> None:
         assert self._stop_file is not None

@@ -14,8 +14,9 @@ import anyio.lowlevel
 from pipeline.checkpoint.collect import archived
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.errors import Damaged, StoreError
+from pipeline.locations import Location
 from pipeline.observe import events
-from pipeline.records import Location, Moved
+from pipeline.records import Moved
 from pipeline.store.frames import PAYLOAD, scan
 from pipeline.store.layout import Layout, SegmentKey, segment_key, segment_name
 from pipeline.store.segments import PayloadReader, Place

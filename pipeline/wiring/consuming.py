@@ -15,7 +15,7 @@ from pipeline.ledger import BUFFERED, LEASED, Entry, Lease
 from pipeline.observe import events
 from pipeline.records import BatchHint
 from pipeline.runner.pool import Pool
-from pipeline.sampler.progress import add_counts
+from pipeline.sampler.progress import Progress, add_counts
 from pipeline.store.segments import PayloadReader
 from pipeline.store.service import RunBlocking
 from pipeline.wiring.pacing import Pacing
@@ -33,6 +33,11 @@ class Consumer:
         self.pacing: Pacing | None = None
         self.reader: PayloadReader | None = None
         self.closed = False
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return self._state.refresh_progress()
 
     async def get_batch(self, groups: int) -> Batch:
         """Wait for ``groups`` finished groups and lease them for the next step.
@@ -64,7 +69,11 @@ class Consumer:
             self.raise_failure()
             # Meanwhile a batch may have been given back: then this is the batch of its step.
             lease = self._lease(state.ledger.next_step, groups)
-        # The batch is leased: from here on a cancelled caller gives it back, so that it is not lost.
+        return await self._given(lease, repeated, begun)
+
+    async def _given(self, lease: Lease, repeated: bool, begun: float) -> Batch:
+        """Return the batch that is leased: from here on a cancelled caller gives it back, so that it is not lost."""
+        state = self._state
         try:
             batch = await self._assemble(lease, repeated)
         except BaseException:
@@ -220,17 +229,23 @@ class Consumer:
     def _repeat(self, step: int, groups: int) -> Lease | None:
         """Lease again the batch that was handed out for ``step`` before a crash, if it can be the same."""
         state = self._state
-        if not state.pending:
+        if not self._repeats(step, groups):
             return None
+        return self._take_lease(step, state.pending.popleft().uids)
+
+    def _repeats(self, step: int, groups: int) -> bool:
+        """Whether the batch of ``step`` can be the one that was handed out for it before a crash. If it cannot, the
+        groups that wait to be handed out again are ordinary buffered ones from here on."""
+        state = self._state
+        if not state.pending:
+            return False
         lease = state.pending[0]
         oldest = floor(step, state.options.max_staleness)
         fresh = oldest is None or all(state.judged(state.ledger.entries[uid]) >= oldest for uid in lease.uids)
         if lease.step == step and len(lease.uids) == groups and fresh:
-            state.pending.popleft()
-            return self._take_lease(step, lease.uids)
-        # It cannot: its groups are ordinary buffered ones from here on.
+            return True
         state.release_pending()
-        return None
+        return False
 
     def _lease(self, step: int, groups: int) -> Lease:
         state = self._state

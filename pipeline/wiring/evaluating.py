@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from pipeline.errors import (
     ConfigError,
@@ -24,11 +23,13 @@ from pipeline.errors import (
     SourceError,
     Starved,
     UsageError,
+    WorkerDied,
+    WorkerFailed,
 )
 from pipeline.observe import events
 from pipeline.records import EVALUATION, Evaluated, Item, Rollout
 from pipeline.runner.context import RunFacts
-from pipeline.runner.policies import Verdict, after_failure, check_rollout
+from pipeline.runner.policies import Verdict, after_failure, check_rollout, error_text
 from pipeline.runner.pool import Job, Pool
 from pipeline.store.codec import pack
 from pipeline.store.segments import PayloadReader
@@ -66,6 +67,7 @@ class EvaluationJob(Job, eq=False):
     """An attempt of an evaluation."""
 
     examination: Examination
+    deaths: int = 0
 
 
 class _Due(NamedTuple):
@@ -74,6 +76,7 @@ class _Due(NamedTuple):
     member: int
     attempt: int = 1
     failures: int = 0
+    deaths: int = 0
 
 
 class Evaluator:
@@ -138,10 +141,11 @@ class Evaluator:
             0,
             state.clock.now(),
             due.examination,
+            due.deaths,
             kind=EVALUATION,
             _failures=due.failures,
             _run=self._facts(),
-            _rng=_stream(state.options.seed, task.name, due),
+            _stream=_stream(state.options.seed, task.name, due),
         )
         self._jobs.add(job)
         state.evaluating = len(self._jobs)
@@ -161,7 +165,7 @@ class Evaluator:
         except RolloutTooDeep as error:
             self.failed(job, error, "too deep")
             return
-        except RolloutInvalid as error:
+        except (RolloutInvalid, WorkerFailed) as error:
             self._ended(job)
             examination.fail(error)
             state.changed.notify()
@@ -203,7 +207,7 @@ class Evaluator:
         self._ended(job)
         failures = job._failures + 1
         verdict = after_failure(job.task.on_failure, failures)
-        text = f"{type(error).__name__}: {error}"[:500]
+        text = error_text(error)
         final = verdict is not Verdict.RETRY
         log = state.log.warning if final else state.log.info
         log(
@@ -228,8 +232,32 @@ class Evaluator:
     def interrupted(self, job: EvaluationJob) -> None:
         """An attempt was cut: it is begun again, unless nobody waits for it any more."""
         self._ended(job)
+        self._again(job, job.deaths)
+
+    def lost(self, job: EvaluationJob, error: WorkerDied) -> None:
+        """A worker process died under an attempt: it is begun again, unless that has happened too often."""
+        self._ended(job)
+        state, examination, index, deaths = self._state, job.examination, job.item.index, job.deaths
+        deaths += not error.planned
+        if deaths > state.options.max_deaths and not examination.over:
+            text = error_text(error)
+            state.log.warning(
+                events.EVALUATION_FAILED,
+                task=job.task.name,
+                index=index,
+                attempt=job.attempt,
+                reason="quarantined",
+                error=text,
+                final=True,
+            )
+            examination.settle(Outcome(index=index, member=job.member, error=text))
+            state.changed.notify()
+            return
+        self._again(job, deaths)
+
+    def _again(self, job: EvaluationJob, deaths: int) -> None:
         if not job.examination.over:
-            again = _Due(job.examination, job.item.index, job.member, job.attempt + 1, job._failures)
+            again = _Due(job.examination, job.item.index, job.member, job.attempt + 1, job._failures, deaths)
             self.queue.appendleft(again)
         self._state.changed.notify()
 
@@ -390,7 +418,7 @@ def _read(reader: PayloadReader, found: dict[Key, Kept]) -> dict[Key, bytes | Da
     return blobs
 
 
-def _stream(seed: int, task: str, due: _Due) -> np.random.Generator:
-    """The random stream of a sample: the same for every version, so that what differs is the weights."""
+def _stream(seed: int, task: str, due: _Due) -> tuple[int, ...]:
+    """What seeds the random stream of a sample: the same for every version, so that what differs is the weights."""
     name = int.from_bytes(hashlib.blake2b(f"evaluate/{task}".encode(), digest_size=8).digest(), "little")
-    return np.random.default_rng((seed % 2**64, name, due.item, due.member, due.failures))
+    return seed % 2**64, name, due.item, due.member, due.failures

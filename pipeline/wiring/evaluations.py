@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pipeline.records import AnyEvent, Evaluated, Location, Opened, Rollout
+from pipeline.locations import Location
+from pipeline.records import AnyEvent, Evaluated, Opened, Rollout
 from pipeline.store.codec import unpack
 
 Key = tuple[int, int]

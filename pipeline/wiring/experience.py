@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.config import PipelineOptions
 from pipeline.errors import ConfigError, Damaged, UsageError, WriteFailed
+from pipeline.locations import Location
 from pipeline.records import (
     EVALUATION,
     Added,
@@ -21,7 +22,6 @@ from pipeline.records import (
     Failed,
     Finished,
     Interrupted,
-    Location,
     Opened,
 )
 from pipeline.store.journal import Logged

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.records import Added, Location
+from pipeline.locations import Location
+from pipeline.records import Added
 from pipeline.store.segments import Block
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.generations import Stored
-    from pipeline.store.layout import Layout
+    from pipeline.store.layout import Layout, SegmentKey
 
 
 class Piece(Protocol):
@@ -37,8 +38,9 @@ class RowsCapture(Protocol):
         """Yield the rows that are to be written. Blocks, and belongs to one thread."""
         ...
 
-    def files(self, blocks: Sequence[Block]) -> Mapping[str, bytes | memoryview]:
-        """Return its files, by their paths; ``blocks`` are where all its rows lie. Blocks."""
+    def written(self, blocks: list[Block]) -> tuple[Mapping[str, bytes | memoryview], Mapping[SegmentKey, int]]:
+        """Return its files by their paths, and the bytes that it needs by segment; ``blocks`` are where all its rows
+        lie. Blocks."""
         ...
 
     def close(self) -> None:

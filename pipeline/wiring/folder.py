@@ -6,12 +6,14 @@ import contextlib
 import os
 
 from pipeline.checkpoint.generations import find_generations, next_number
+from pipeline.config import PipelineOptions
 from pipeline.errors import ForebayError, StoreError, WriteFailed
 from pipeline.records import Closed, Inherited, Opened
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.lock import RunLock
+from pipeline.store.writer import StoreWriter
 
 
 class RunFolder:
@@ -56,6 +58,33 @@ class RunFolder:
             raise
         except OSError as error:
             raise StoreError(f"{layout.directory}: cannot be used as a run's directory: {error}") from error
+
+    def writer(self, incarnation: int, options: PipelineOptions) -> StoreWriter:
+        """Begin the journal of an incarnation."""
+        return StoreWriter(
+            self.layout,
+            self.files,
+            run_tag=self.tag,
+            incarnation=incarnation,
+            rank=options.rank,
+            segment_bytes=options.segment_bytes,
+            queue_bytes=options.write_queue_bytes,
+        )
+
+    def follow(self, run_id: str, incarnation: int, next_generation: int) -> None:
+        """Use the folder beside the process that has its lock, by what that one told.
+
+        Raises:
+            StoreError: this is another folder than that one's.
+        """
+        run = self.layout.read_run()
+        if run is None or run.run_id != run_id:
+            found = "nothing" if run is None else f"run {run.run_id}"
+            raise StoreError(
+                f"{self.layout.directory}: holds {found}, and the first rank has run {run_id} there. All ranks need "
+                "the same folder: name one of a file system that they share"
+            )
+        self.run_id, self.tag, self.incarnation, self.next_generation = run_id, run.tag, incarnation, next_generation
 
     def keep(self) -> None:
         """Make sure that the folder is still this process's.

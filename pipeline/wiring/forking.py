@@ -9,7 +9,8 @@ from typing import Any
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.lines import inherit
 from pipeline.ledger import Ledger
-from pipeline.records import Location, Opened, PartSaved
+from pipeline.locations import Location
+from pipeline.records import Opened, PartSaved
 from pipeline.sampler import DrawPlan, Sampler
 from pipeline.store.codec import read_header
 from pipeline.store.segments import PayloadReader, Place

@@ -124,11 +124,14 @@ class GivenUp:
         verdict = after_failure(task.on_failure, failures)
         if late and verdict is Verdict.RETRY:
             verdict = Verdict.GIVE_UP
-        if verdict is Verdict.GIVE_UP:
-            count = self._in_a_row[task.name] = self._in_a_row.get(task.name, 0) + 1
-            if count >= task.max_failures:
-                return Verdict.STOP
+        if verdict is Verdict.GIVE_UP and self.too_many(task):
+            return Verdict.STOP
         return verdict
+
+    def too_many(self, task: Task) -> bool:
+        """Count one more that is given up, and return whether that ends the run."""
+        count = self._in_a_row[task.name] = self._in_a_row.get(task.name, 0) + 1
+        return count >= task.max_failures
 
     def why(self, task: Task) -> str:
         """Return what is to be said beside the error that ends the run."""

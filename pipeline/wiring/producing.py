@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pipeline.buffer.masks import judge
-from pipeline.errors import RolloutFailed, RolloutInvalid, RolloutTooDeep
+from pipeline.errors import RolloutFailed, RolloutInvalid, RolloutTooDeep, WorkerDied, WorkerFailed
 from pipeline.ledger import PARKED, PENDING, RUNNING, WAITING, Entry
 from pipeline.observe import events
 from pipeline.records import (
@@ -26,18 +26,18 @@ from pipeline.records import (
     Finished,
     Interrupted,
     Item,
-    Parked,
     Rollout,
     Started,
 )
 from pipeline.runner.context import RunFacts
-from pipeline.runner.policies import Verdict, check_rollout, encodable
+from pipeline.runner.policies import Verdict, check_rollout, encodable, error_text
 from pipeline.runner.pool import GROUP_TIMEOUT, Job
 from pipeline.sampler.sampler import Draw
 from pipeline.store.codec import pack
 from pipeline.store.contents import decode_content, encode_content
 from pipeline.wiring.admission import Admission
 from pipeline.wiring.disk import DiskUse
+from pipeline.wiring.ending import lose, park
 from pipeline.wiring.evaluating import EvaluationJob, Evaluator
 from pipeline.wiring.groups import Filters, GivenUp, GroupDeadlines, PoolSide, give
 from pipeline.wiring.pacing import Pacing
@@ -58,6 +58,7 @@ class Producer:
         self._slots: PoolSide | None = None
         self.filters, self.given_up = Filters(state), GivenUp()
         self._deadlines = GroupDeadlines(self._group_late)
+        self.dry: Callable[[], None] = lambda: None  # told that nothing is left to claim, where ranks share the order
         self.feeds: dict[str, StreamFeed] = {}
         """What takes items from the tasks' streams."""
         self.evaluator = Evaluator(state, self._gather_facts)
@@ -230,7 +231,7 @@ class Producer:
         except RolloutTooDeep as error:
             self.failed(job, error, "too deep")
             return True
-        except RolloutInvalid as error:
+        except (RolloutInvalid, WorkerFailed) as error:
             state.log.error(
                 events.ROLLOUT_INVALID, uid=job.item.uid, task=job.task.name, member=job.member, error=str(error)
             )
@@ -253,7 +254,8 @@ class Producer:
     def _take_in(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int, rejected: bool) -> bool:
         state = self._state
         if job.parked:
-            self._park(job, rollout, blob, oldest, newest)
+            self._parking = True
+            park(state, job, rollout, blob, (oldest, newest))
             return True
         # What it made lies in the buffer already.
         segment, offset = (-1, 0) if state.experience else state.keep(job.item.uid, job.member, job.life, blob)
@@ -286,27 +288,6 @@ class Producer:
         # Perhaps this was the last member that others had been parked for.
         return self._parking and state.expire_stale()
 
-    def _park(self, job: Job, rollout: Rollout, blob: bytes, oldest: int, newest: int) -> None:
-        state, self._parking = self._state, True
-        segment, offset = state.keep(job.item.uid, job.member, job.life, blob)
-        state.record(
-            Parked(
-                job.item.uid,
-                job.member,
-                job.attempt,
-                oldest,
-                newest,
-                segment,
-                offset,
-                len(blob),
-                rollout.tokens,
-                state.clock.now() - job.started,
-            )
-        )
-        state.log.debug(events.ROLLOUT_PARKED, task=job.task.name, uid=job.item.uid, member=job.member)
-        state.expire_stale()
-        state.changed.notify()
-
     def failed(self, job: Job, error: BaseException, reason: str) -> None:
         """Count a failure, and retry, give up or stop as the task's policy says."""
         state = self._state
@@ -317,7 +298,7 @@ class Producer:
             return
         failures = entry.failures[job.member] + 1
         verdict = self.given_up.verdict(job.task, failures, late=reason == GROUP_TIMEOUT)
-        text = f"{type(error).__name__}: {error}"[:500]
+        text = error_text(error)
         final = verdict is Verdict.GIVE_UP
         seconds = state.clock.now() - job.started
         rejected = final and self.filters.rejects(job.task, entry)
@@ -372,6 +353,22 @@ class Producer:
         state.changed.notify()
         self._slots.pump()
 
+    def lost(self, job: Job, error: WorkerDied) -> None:
+        """A worker process died under an attempt: it is run again, unless its item has seen too many such deaths."""
+        if type(job) is EvaluationJob:
+            self.evaluator.lost(job, error)
+            return
+        verdict = lose(self._state, self.given_up, job, error)
+        if verdict is Verdict.RETRY:
+            self._ready.appendleft((job.item.uid, job.life, job.member))
+        elif verdict is Verdict.GIVE_UP:
+            if self._opened is not None and self._opened.uid == job.item.uid:
+                self._opened = None
+            self._deadlines.end(job.item.uid, job.life)
+            assert self._slots is not None
+            self._slots.cut_group(job.item.uid)  # the other members have nowhere to go
+        self._state.changed.notify()
+
     def interrupted(self, job: Job, reason: str) -> None:
         """An attempt was cut through no fault of its task: it is queued again, before what is new."""
         state = self._state
@@ -420,12 +417,13 @@ class Producer:
             self.feeds[draw.task].ask()
             return None
         if draw is None:
+            self.dry()
             state.changed.notify()  # a waiting trainer may now see that this was all
             return None
         if draw.began is not None:
             state.record(draw.began)
         task = state.tasks[draw.task]
-        uid = state.ledger.next_uid
+        uid = state.ledger.next_uid if draw.number < 0 else draw.number
         kind = TRAIN if state.experience is None else EPISODE
         claimed = Claimed(uid, draw.task, draw.epoch, draw.position, draw.index, task.group_size, task.min_group, kind)
         if state.learners and draw.task in state.learners:
@@ -480,7 +478,9 @@ class Producer:
         state = self._state
         keep = self._parts.save if state.options.partial else None
         extend = None if state.experience is None else state.experience.extend
-        self._facts = RunFacts(state.options.seed, state.run_id, self._version_now, self._slots, keep, extend)
+        self._facts = RunFacts(
+            state.options.seed, state.run_id, self._version_now, self._slots, keep, extend, state.log
+        )
         return self._facts
 
     def _version_now(self) -> int:

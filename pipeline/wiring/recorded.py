@@ -18,7 +18,8 @@ from pipeline.checkpoint.lines import find_line
 from pipeline.checkpoint.manifest import PIPELINE
 from pipeline.errors import Damaged, NotARun
 from pipeline.ledger import ConsumerHalf, Entry, Ledger
-from pipeline.records import BatchHint, Location, Moved, Opened
+from pipeline.locations import Location
+from pipeline.records import BatchHint, Moved, Opened
 from pipeline.store.journal import Logged, read_journals
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader

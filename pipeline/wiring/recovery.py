@@ -15,6 +15,7 @@ import msgspec
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.fold import ProducerFold, pending_batches
 from pipeline.checkpoint.generations import Stored, check_generation
+from pipeline.checkpoint.halves import read_half
 from pipeline.checkpoint.lines import PRODUCER_FILE, Line, read_inherited
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY_BUFFER
 from pipeline.checkpoint.manifest import CONSUMER_FILE as CONSUMER_FILE
@@ -23,7 +24,8 @@ from pipeline.checkpoint.manifest import TRAINER_FOLDER as TRAINER_FOLDER
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, ForebayError, UsageError
 from pipeline.ledger import ConsumerHalf, Lease, Ledger
-from pipeline.records import Claimed, Feedback, Inherited, Location, Opened, PartSaved
+from pipeline.locations import Location
+from pipeline.records import Claimed, Feedback, Inherited, Opened, PartSaved
 from pipeline.sampler import DrawPlan, Progress, Sampler
 from pipeline.sampler.progress import decode_progress
 from pipeline.store.files import open_plain
@@ -100,11 +102,13 @@ def recover_run(
     line: Line,
     torn: Callable[[str, int, int], None] | None = None,
     feed: Feed | None = None,
+    sampler: Sampler | None = None,
 ) -> Recovered:
     """Read what a generation says of the run, and fold the journals, changing nothing. Blocks.
 
     ``opened`` is the event that will begin the new incarnation: it is the last that is folded. ``line`` says which
-    events count. ``torn`` is told of each journal that ends in a torn record, as a crash leaves it.
+    events count. ``torn`` is told of each journal that ends in a torn record, as a crash leaves it. ``sampler`` is what
+    draws are folded into, where that is no plain one.
 
     Raises:
         Damaged: something that was promised to be there is missing or changed.
@@ -112,11 +116,11 @@ def recover_run(
             reverse.
     """
     _check_buffer(stored, feed)
-    half, unknown_half = _read_consumer(os.path.join(stored.folder, CONSUMER_FILE))
+    half, unknown_half = read_half(stored.folder)
     path = os.path.join(stored.folder, PROGRESS_FILE)
     with open_plain(path) as file:
         progress, unknown = decode_progress(file.read(), path)
-    saved = Saved(layout, stored, plans, run_tag, seed, opened, line, half, progress, unknown)
+    saved = Saved(layout, stored, plans, run_tag, seed, opened, line, half, progress, unknown, sampler)
     if REPLAY_BUFFER in stored.manifest.left_out:
         recovered = _recover_without_buffer(saved)
     else:
@@ -137,6 +141,7 @@ class Saved(NamedTuple):
     half: ConsumerHalf
     progress: Progress
     unknown: dict[str, Any]
+    sampler: Sampler | None = None
 
 
 def _check_buffer(stored: Stored, feed: Feed | None) -> None:
@@ -151,7 +156,8 @@ def _recover_from_journals(saved: Saved, torn: Callable[[str, int, int], None] |
     manifest = saved.stored.manifest
     # Read first: it says clearly if this buffer is not that of the run.
     rows = None if feed is None else feed.read(layout, run_tag, saved.stored)
-    folded = Fold(half, saved.plans, seed=saved.seed, line=manifest, discarded=saved.line.discarded)
+    discarded = saved.line.discarded
+    folded = Fold(half, saved.plans, seed=saved.seed, line=manifest, discarded=discarded, sampler=saved.sampler)
     positions = _fold_journals(layout, saved.stored, folded, run_tag, saved.line.unneeded, torn)
     ledger, partials = folded.ledger, folded.partials
     ledger.apply(opened)
@@ -301,23 +307,6 @@ def _check_seed(given: int, before: int) -> None:
             f"seed={given}: the run was begun with seed={before}, and the order of its items hangs on it. "
             f"Use seed={before}, or another directory"
         )
-
-
-def _read_consumer(path: str) -> tuple[ConsumerHalf, dict[str, Any]]:
-    """Return the consumer half, and what of it a newer version has added."""
-    try:
-        with open_plain(path) as file:
-            raw = file.read()
-        half = msgspec.json.decode(raw, type=ConsumerHalf)
-        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        if any(len(lease.uids) != len(lease.lives) for lease in half.leases):
-            raise ValueError("a lease has not as many lives as groups")
-        if any(first > last for first, last in half.trained):
-            raise ValueError("what is trained begins after its end")
-        known = set(ConsumerHalf.__struct_fields__)
-        return half, {name: msgspec.json.decode(fields[name]) for name in fields if name not in known}
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: the consumer half is damaged ({error})") from None
 
 
 def _check_attached(stored: Stored, attached: Sequence[str]) -> None:

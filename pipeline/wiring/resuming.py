@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,6 +16,7 @@ from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.ledger import BUFFERED, PARKED, WAITING
 from pipeline.observe import events
 from pipeline.records import Dropped, EpochBegan, Opened
+from pipeline.sampler import Sampler
 from pipeline.sampler.progress import restore_in_place
 from pipeline.sampler.sampler import check_marks
 from pipeline.store.layout import Layout
@@ -105,18 +106,39 @@ def find_to_resume(
     if not found.complete and not found.damaged:
         raise Damaged(f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them")
     stored = choose(found, step, layout.directory, external)
-    _check_external(stored.manifest)
+    check_external(stored.manifest)
     try:
         states = read_generation(stored, attached)
     except Damaged as error:
         raise with_offer(error, stored, found) from None
-    line = _line_of(state, origin, stored, found.complete[-1].manifest.reusable)
+    recovered, opened = recovered_of(state, origin, stored, found.complete[-1].manifest.reusable)
+    return Found(stored, states, recovered, opened, origin)
+
+
+def recovered_of(
+    state: RunState,
+    origin: Origin,
+    stored: Stored,
+    reusable: Sequence[int] | None,
+    *,
+    sampler: Callable[[], Sampler] | None = None,
+) -> tuple[Recovered, Opened]:
+    """Fold what came of a generation; return that, and the event that begins this incarnation's journal. Blocks.
+
+    ``reusable`` is what the newest generation says of that, and ``sampler`` makes what draws are folded into, where
+    that is no plain one.
+
+    Raises:
+        Damaged: something that was promised to be there is missing or changed.
+        UsageError: the seed is not the run's.
+    """
+    layout, line = origin.layout, _line_of(state, origin, stored, reusable)
     opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
     if origin.forked:  # its base is this incarnation: what an earlier try left in the folder does not count
         name = f"{origin.run_id}/{stored.manifest.generation}"
         opened = msgspec.structs.replace(opened, generation=-1, parent=-1, origin=name)
 
-    def recover(line: Line) -> Found:
+    def recover(line: Line) -> tuple[Recovered, Opened]:
         recovered = recover_run(
             layout,
             stored,
@@ -127,8 +149,9 @@ def find_to_resume(
             line=line,
             torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
             feed=None if state.experience is None else state.experience.feed,
+            sampler=None if sampler is None else sampler(),
         )
-        return Found(stored, states, recovered, _with_ends(opened, recovered, line, origin), origin)
+        return recovered, _with_ends(opened, recovered, line, origin)
 
     try:
         return recover(line)
@@ -165,7 +188,8 @@ def _line_of(state: RunState, origin: Origin, stored: Stored, reusable: Sequence
     return find_line(layout, origin.tag, manifest, discard=True)
 
 
-def _check_external(manifest: Manifest) -> None:
+def check_external(manifest: Manifest) -> None:
+    """Raise if the trainer's own checkpoint that a generation goes with is gone."""
     if manifest.external and not os.path.lexists(manifest.external):
         raise StoreError(
             f"generation {manifest.generation}, of step {manifest.step}, was saved with the trainer's checkpoint "

@@ -65,14 +65,19 @@ class Retention:
         return sorted((before | {manifest.generation}) & recent)
 
     def committed(
-        self, stored: Stored, live: Mapping[SegmentKey, int], open_segment: int, keep: Callable[[], None]
+        self,
+        stored: Stored,
+        live: Mapping[SegmentKey, int],
+        opens: Mapping[int, tuple[int, int]],
+        keep: Callable[[], None],
     ) -> None:
         """Remove what is not kept any more. What cannot be removed is tried again after the next commit.
 
         Args:
             stored: the generation that was committed.
             live: bytes that were live at its capture, by segment.
-            open_segment: the segment that was being written then.
+            opens: by rank, the incarnation and the number of the segment that it was writing then: later ones are its
+                own to write.
             keep: raises unless the folder is still this process's: what another one has made is unknown here, and
                 would be taken for what nobody needs.
         """
@@ -82,7 +87,7 @@ class Retention:
             keep()
             self._retire(stored)
             if not self._unread:
-                self._collect(stored, live, open_segment)
+                self._collect(live, opens)
                 return
             which = ", ".join(map(str, sorted(self._unread)))
             error = f"no segment is removed in this life: the disk did not give the manifests of generations {which}"
@@ -107,11 +112,10 @@ class Retention:
             self._needs.add(stored.manifest, reusable=stored.manifest.generation in reusable)
         self._reusable = reusable
 
-    def _collect(self, stored: Stored, live: Mapping[SegmentKey, int], open_segment: int) -> None:
-        own = stored.manifest.incarnation
-
+    def _collect(self, live: Mapping[SegmentKey, int], opens: Mapping[int, tuple[int, int]]) -> None:
         def used(key: SegmentKey) -> bool:
-            return key in live or (key[0] == own and key[2] >= open_segment)
+            incarnation, rank, number = key
+            return key in live or (rank in opens and (incarnation, number) >= opens[rank])
 
         assert self._needs is not None
         gone = collect(self._layout, self._files, self._needs, used, self._state.options.archived_share)

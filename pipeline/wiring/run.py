@@ -20,28 +20,27 @@ from pipeline.buffer import Batch
 from pipeline.checkpoint.trainer_state import check_attachable
 from pipeline.clock import running_clock
 from pipeline.config import PipelineOptions
-from pipeline.engines import LocalEngine
 from pipeline.errors import ClosedError, ConfigError, StoreError, UsageError
 from pipeline.interfaces import Engine
 from pipeline.observe import Watchdog, events
-from pipeline.records import Closed, Opened
+from pipeline.records import Opened
 from pipeline.runner.pool import Pool
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.segments import PayloadReader
 from pipeline.store.service import WriterService
-from pipeline.store.writer import StoreWriter
 from pipeline.supervisor import Supervisor, root_cause
 from pipeline.task import StreamSource, Task
 from pipeline.wiring.after_commit import AfterCommit
 from pipeline.wiring.checkpointing import Checkpointing
 from pipeline.wiring.collecting import sync_dead_lives
-from pipeline.wiring.consuming import Consumer
+from pipeline.wiring.controlling import Controlling
 from pipeline.wiring.disk import DiskUse
 from pipeline.wiring.evaluating import check_evaluation, examine
 from pipeline.wiring.evaluations import Evaluation
 from pipeline.wiring.experience import Experience
 from pipeline.wiring.feed import Feed
-from pipeline.wiring.folder import RunFolder
+from pipeline.wiring.kinds import Parts
+from pipeline.wiring.life_end import ended
 from pipeline.wiring.outside import Outside, StreamFeed
 from pipeline.wiring.pacing import Pacing
 from pipeline.wiring.producing import Producer
@@ -58,10 +57,9 @@ from pipeline.wiring.resuming import (
     opening,
     settle,
 )
-from pipeline.wiring.saving import OWN_FILES, Capture, Saver, Saving, link_trainer
+from pipeline.wiring.saving import OWN_FILES, Capture, Saving, link_trainer
 from pipeline.wiring.sharing import OnCommit
 from pipeline.wiring.state import RunState
-from pipeline.wiring.triggering import Triggers
 from pipeline.wiring.weights import Weights
 
 T = TypeVar("T")
@@ -70,13 +68,15 @@ T = TypeVar("T")
 class Run:
     """The parts of a pipeline from opening to closing."""
 
+    _parts = Parts()
+
     def __init__(
         self,
         tasks: Sequence[Task],
         options: PipelineOptions,
         *,
         files: FilesLike | None = None,
-        engine: Engine | None = None,
+        engine: Engine,
         inline: bool | Literal["eager"] = False,
         on_commit: OnCommit | None = None,
         feed: Feed | None = None,
@@ -87,23 +87,28 @@ class Run:
             self.state.experience = Experience(feed, self.state)
             self.state.ledger.free_steps = True
         self.producer = Producer(self.state)
-        self.consumer = Consumer(self.state, self.producer, self._the_pool, self.in_thread)
-        self.outside = Outside(self.state, self.producer, self._the_pool)
+        self.consumer = self._parts.consumer(self.state, self.producer, self._the_pool, self.in_thread)
+        self.outside = self._parts.outside(self.state, self.producer, self._the_pool)
         # In draw order pacing the starts is enough: a batch waits for its groups anyway.
         waits = options.staleness_policy == "wait" and not options.in_draw_order
         self.producer.pacing = self.consumer.pacing = Pacing(self.state) if waits else None
         self.weights = Weights(self.state, self.producer, self._the_pool, self.producer.pacing)
         self.started = False
         self._files = files or OsFiles()
-        self._engine = engine or LocalEngine()
+        self._engine = engine
         self.inline, self._eager = bool(inline), inline == "eager"
-        self._folder = RunFolder(options.directory, self._files) if options.directory is not None else None
-        self._saver = Saver(self.state, self._files, self._folder.layout, self.in_thread) if self._folder else None
-        stop_file = self._folder.layout.stop_file if self._folder else None
-        self.triggers = Triggers(self.state, stop_file, inline=self.inline)
+        folder = self._folder = (
+            self._parts.folder(options.directory, self._files) if options.directory is not None else None
+        )
+        self._saver = self._parts.saver(self.state, self._files, folder.layout, self.in_thread) if folder else None
+        stop_file = folder.layout.stop_file if folder else None
+        self.triggers = self._parts.triggers(self.state, stop_file, inline=self.inline)
         self.triggers.on_stop = self.weights.hurry
         self.saves = Checkpointing(self.state, self.consumer, self._saver, self.triggers, self.in_thread, stop_file)
+        self.control = Controlling(self.state, self.triggers, self._saver, inline=self.inline)
         self.attached = self.saves.attached
+        self.left_by: BaseException | None = None
+        """What the script's body was left by."""
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
@@ -134,8 +139,11 @@ class Run:
             )
             self._after.pump = self._pump
         try:
+            await self.control.begin(folder, self.in_thread)
             await self._supervisor.start(self._body)
-        except BaseException:
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await self.control.close(self.in_thread, error)
             if folder is not None:
                 folder.release()
             raise
@@ -146,6 +154,7 @@ class Run:
         options = self.options
         try:
             async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self.control.hearing())
                 if options.watchdog is not None and not self.inline:
                     await stack.enter_async_context(Watchdog(options.watchdog))
                 async with anyio.create_task_group() as group:
@@ -186,11 +195,14 @@ class Run:
             if self.state.writer is not None:
                 writer = self.state.writer
                 if writer.writer.error is None and (self.state.writing or self.options.durability != "none"):
-                    self.state.record(Closed(self.state.clock.wall()))
+                    error = self.state.failure or self.left_by
+                    self.state.record(ended(self.state.clock.wall(), error, self.saves.stopped_by))
                     await writer.close()
                 else:
                     await self.in_thread(writer.writer.close)
         finally:
+            await self.control.close(self.in_thread, self.state.failure)
+            self.left_by = None  # it holds the script's frames
             if self._folder is not None:
                 self._folder.release()
             self.state.log.info(events.RUN_CLOSED, step=self.state.ledger.step)
@@ -246,6 +258,7 @@ class Run:
         *,
         from_: str | os.PathLike[str] | None = None,
         external: str | os.PathLike[str] | None = None,
+        rebalance: bool = False,
     ) -> Found | None:
         """Read and check the generation to resume and what came after it. Changes nothing.
 
@@ -277,10 +290,16 @@ class Run:
         def look() -> Found:
             own = Origin(folder.layout, folder.run_id, folder.tag, False)
             origin = own if from_ is None else Origin.other(os.fspath(from_))
-            beside = None if external is None else os.fspath(external)
-            return find_to_resume(self.state, origin, step, list(self.attached), beside)
+            return self._look(origin, step, None if external is None else os.fspath(external), restart, rebalance)
 
         return await self.in_thread(look)
+
+    def _look(
+        self, origin: Origin, step: int | None, external: str | None, restart: Sequence[str], rebalance: bool
+    ) -> Found:
+        if rebalance:
+            raise UsageError("resume(rebalance=True) is for a pipeline with ranks=")
+        return find_to_resume(self.state, origin, step, list(self.attached), external)
 
     def check_sources(self, found: Found, restart: Sequence[str]) -> None:
         """Refuse another source than the run's, before anything is changed."""
@@ -291,8 +310,7 @@ class Run:
         state, saver = self.state, self._saver
         assert saver is not None
         writer = await self._open_writer(found.opened, apply=False)
-        if found.origin.forked:
-            found = await fork(state, found, writer, self.in_thread)
+        found = await self._bring(found, writer)
         adopt(state, found)
         self.weights.require_update(state.version)
         if found.recovered.inherited is not None:  # folded already, as the event before it
@@ -329,28 +347,22 @@ class Run:
             raise
         await saver.finish(capture)
         self.triggers.saved(state.ledger.step)
+        self.saves.answer_by_newest(stops=False)
         files = found.stored.manifest.files
         self.saves.own_files = bool(external) or any(info.path.startswith(OWN_FILES + "/") for info in files)
         resumed = describe(state, found)
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
 
+    async def _bring(self, found: Found, writer: WriterService) -> Found:
+        """Bring what this run's own files need into them."""
+        return await fork(self.state, found, writer, self.in_thread) if found.origin.forked else found
+
     async def _open_writer(self, opened: Opened, *, apply: bool) -> WriterService:
         """Begin this incarnation's journal. Its first event was folded already when ``apply`` is false."""
-        assert self._folder is not None
-        assert self._group is not None
         folder, options = self._folder, self.options
-        writer = await self.in_thread(
-            lambda: StoreWriter(
-                folder.layout,
-                self._files,
-                run_tag=folder.tag,
-                incarnation=opened.incarnation,
-                rank=options.rank,
-                segment_bytes=options.segment_bytes,
-                queue_bytes=options.write_queue_bytes,
-            )
-        )
+        assert folder is not None
+        writer = await self.in_thread(lambda: folder.writer(opened.incarnation, options))
         synced = options.durability == "power"
         self.state.writer = WriterService(writer, synced=synced, inline=self.inline, eager=self._eager)
         self.state.writing = options.durability != "none"
@@ -358,9 +370,9 @@ class Run:
         if apply:
             self.state.apply(opened)
         if self.state.writing:
-            self._group.start_soon(self.state.writer.run, name="forebay writer")
+            self._spawn(self.state.writer.run, "forebay writer")
         if synced:
-            self._group.start_soon(self.state.writer.keep_synced, name="forebay syncing")
+            self._spawn(self.state.writer.keep_synced, "forebay syncing")
         self.state.log.info(events.RUN_OPENED, directory=options.directory, generation=opened.generation)
         return self.state.writer
 
@@ -419,6 +431,8 @@ class Run:
         """See :meth:`pipeline.Pipeline.evaluate`."""
         self.require_open()
         self.consumer.raise_failure()
+        if isinstance(task, Task):
+            self._engine.check(task)
         check_evaluation(self.started, self.weights.updating)
         return await self.producer.evaluator.evaluate(
             examine(self.state, task, version, items, samples),

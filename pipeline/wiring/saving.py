@@ -7,18 +7,19 @@ is allowed; after that the trainer goes on, and ``finish`` flushes the journal, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import anyio
 import msgspec
 
-from pipeline.checkpoint.generations import RETRY, GenerationWriter, Stored
+from pipeline.checkpoint.generations import GenerationWriter, Stored, writing_in
 from pipeline.checkpoint.lines import PRODUCER_FILE, encode_inherited, inherit, totals_anew
 from pipeline.checkpoint.manifest import REPLAY_BUFFER, TRAINER_FOLDER, FileInfo, Manifest
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.checkpoint.triggers import CheckpointRequest
+from pipeline.config import without_secrets
 from pipeline.errors import ForebayError, WriteFailed
 from pipeline.observe import events
 from pipeline.sampler.progress import encode_progress, rolled_back
@@ -46,6 +47,8 @@ class Saving:
         self.error: ForebayError | None = None
         self.told = False
         """Whether ``committed`` has raised the error: then no verb raises it again, and a retry is a retry."""
+        self.on_end: Callable[[ForebayError | None], None] = lambda error: None
+        """Told how it ended."""
         self._done = anyio.Event()
 
     async def committed(self) -> None:
@@ -63,6 +66,7 @@ class Saving:
         """Note how it ended, and wake whoever waits."""
         self.error = error
         self._done.set()
+        self.on_end(error)
 
     def __repr__(self) -> str:
         return f"Saving(generation={self.generation}, step={self.step})"
@@ -113,6 +117,9 @@ class Capture:
 class Saver:
     """Makes generations, one at a time: between :meth:`acquire` and the end of :meth:`finish`."""
 
+    whole_only = ""
+    """Why a generation without its buffer is refused; empty: it is not."""
+
     def __init__(self, state: RunState, files: FilesLike, layout: Layout, in_thread: RunBlocking[Any]) -> None:
         self._state, self._files, self._layout, self._in_thread = state, files, layout, in_thread
         self.busy = False
@@ -127,6 +134,8 @@ class Saver:
         self._dead = DeadSegments(layout)
         self.committed = False
         """Whether this incarnation has committed a generation."""
+        self.newest: tuple[int, int] | None = None
+        """The number and the step of the newest generation that it has committed."""
         self.keep_lock: Callable[[], None] = lambda: None
         """Raises unless the folder is still this process's; called as a save begins and before its manifest. Blocks."""
         self.on_committed: Callable[[Stored], None] = lambda stored: None
@@ -195,15 +204,14 @@ class Saver:
             reason=reason,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             attached=sorted(attached),
-            options=state.options.to_dict(),
+            options=without_secrets(state.options.to_dict()),
             tasks={name: task.describe() for name, task in state.tasks.items()},
             external=external,
             left_out={} if replay_buffer else {REPLAY_BUFFER: "saved with replay_buffer=False"},
         )
-        writer = GenerationWriter(self._layout, self._files, number)
         self.next_generation += 1
         self.captured_step = state.ledger.step
-        capture = Capture(writer, Saving(number, state.ledger.step), manifest, state.writer.writer.sequence)
+        capture = self._new_capture(manifest, Saving(number, state.ledger.step), state.writer.writer.sequence)
         capture.states = list(states)
         capture.live, capture.open_segment = live_segments(state), state.writer.writer.open_segment
         half, progress = state.consumer_half(), state.refresh_progress()
@@ -219,6 +227,9 @@ class Saver:
             capture.rows = state.experience.feed.capture()
         return capture
 
+    def _new_capture(self, manifest: Manifest, saving: Saving, sequence: int) -> Capture:
+        return Capture(GenerationWriter(self._layout, self._files, manifest.generation), saving, manifest, sequence)
+
     async def finish(self, capture: Capture) -> Stored:
         """Write the rest, commit, remove what is not kept, and release. Runs beside the trainer.
 
@@ -231,6 +242,7 @@ class Saver:
             stored = await self._finish(capture)
             self.committed = True
             self.parent = stored.manifest.generation
+            self.newest = stored.manifest.generation, stored.manifest.step
             capture.saving.end()  # it exists: nobody waits for old ones to go, which may take longer than its own sync
             state.log.info(
                 events.GENERATION_COMMITTED,
@@ -240,13 +252,15 @@ class Saver:
                 seconds=state.clock.now() - begun,
                 reason=stored.manifest.reason,
             )
-            await self._in_thread(
-                lambda: self.retention.committed(stored, capture.live, capture.open_segment, self.keep_lock)
-            )
+            await self._in_thread(lambda: self._retire(stored, capture))
             self.on_committed(stored)
         finally:
             self.release()
         return stored
+
+    def _retire(self, stored: Stored, capture: Capture) -> None:
+        opens = {self._state.options.rank: (self._state.incarnation, capture.open_segment)}
+        self.retention.committed(stored, capture.live, opens, self.keep_lock)
 
     async def _finish(self, capture: Capture) -> Stored:
         state = self._state
@@ -278,11 +292,11 @@ class Saver:
             at = writer.writer.place(piece.blob, piece.first, 0, 0)
             blocks.append(Block.at(piece.first, piece.rows, at))
             await writer.flush()
-        for block in blocks:
-            capture.live[block.segment_key] = capture.live.get(block.segment_key, 0) + block.length
         self._state.experience.feed.lie_in(blocks)
-        files: Mapping[str, bytes | memoryview] = await self._in_thread(lambda: rows.files(blocks))
+        files, live = await self._in_thread(lambda: rows.written(blocks))
         capture.small |= files
+        for key, size in live.items():
+            capture.live[key] = capture.live.get(key, 0) + size
 
     async def finish_later(self, capture: Capture) -> None:
         """:meth:`finish`, with the error kept for whoever waits for the saving, and for the next verb."""
@@ -293,19 +307,15 @@ class Saver:
 
     def _commit(self, capture: Capture, journals: Sequence[JournalPosition], written: Sequence[SegmentInfo]) -> Stored:
         writer = capture.writer
-        try:
+        with writing_in(writer.folder):
             for path, content in capture.small.items():
                 writer.add(path, content)
             writer.adopt()
-        except OSError as error:
-            raise WriteFailed(f"{writer.folder}: could not be written: {error}. {RETRY}") from error
         manifest, segments = capture.manifest, list[SegmentInfo]()
-        tag = RunFile(run_id=manifest.run_id).tag
         if REPLAY_BUFFER in manifest.left_out:  # it needs neither; the positions say how far the journals had come
             journals = [msgspec.structs.replace(each, bytes=0) for each in journals]
         else:
-            live, begun = capture.live, capture.open_segment
-            segments = listed_segments(self._dead, tag, written, live, manifest.incarnation, begun)
+            segments = self._listed(capture, written)
         manifest = msgspec.structs.replace(
             manifest,
             journals=list(journals),
@@ -314,6 +324,11 @@ class Saver:
             reusable=self.retention.reusable(manifest),
         )
         return writer.commit(manifest, keep=self.keep_lock)
+
+    def _listed(self, capture: Capture, written: Sequence[SegmentInfo]) -> list[SegmentInfo]:
+        """What the manifest says of the segments of this process, and of those that it still needs."""
+        tag, own = RunFile(run_id=capture.manifest.run_id).tag, capture.manifest.incarnation
+        return listed_segments(self._dead, tag, written, capture.live, own, capture.open_segment)
 
 
 def link_trainer(capture: Capture, stored: Stored) -> None:

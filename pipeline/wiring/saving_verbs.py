@@ -83,7 +83,7 @@ class SavingVerbs:
         self._run.require_open()
         self._run.saves.own_files = True
         async with self._saving(step, "checkpoint") as capture:
-            yield capture.own_folder()
+            yield await self._run.in_thread(capture.own_folder)
         await self._leave(capture.request, capture.saving)
 
     @asynccontextmanager

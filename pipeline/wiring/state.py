@@ -51,6 +51,8 @@ class RunState:
     """Fields of the saved consumer half that this version does not know: they are saved again."""
     experience: Experience | None = None
     """The buffer of transitions that rollouts fill; then they make no batches."""
+    size = 1
+    """How many ranks train together."""
 
     def __init__(self, tasks: Sequence[Task], options: PipelineOptions) -> None:
         self.options = options

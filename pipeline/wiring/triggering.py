@@ -19,10 +19,11 @@ import anyio.to_thread
 
 from pipeline.checkpoint.triggers import CheckpointRequest, SignalTrap, Then
 from pipeline.config import check_signals
+from pipeline.control.desk import HTTP, Desk
 from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.observe import events
-from pipeline.records import Closed
 from pipeline.waiting import Signal
+from pipeline.wiring.life_end import asked
 from pipeline.wiring.state import RunState
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ class Triggers:
         self.late = False
         """Whether a stop's deadline is over: nobody waits for a batch any more, even if the weights are not known."""
         self.trap: SignalTrap | None = None
+        self.desk: Desk | None = None
+        """Requests over HTTP, where the option ``control`` says so."""
         self.on_stop: Callable[[], None] = lambda: None
         self._told = False
         self._waits: list[tuple[anyio.CancelScope, bool]] = []
@@ -70,22 +73,28 @@ class Triggers:
         if self.stopping and not self._told:
             self._told = True
             if state.writer is not None:
-                # Should the launcher lose its patience, the kill that follows is no death of an item's making.
-                state.record(Closed(state.clock.wall()))
+                state.record(asked(state.clock.wall(), self.pending.reason))
             self.on_stop()
         self._wake()
         self._let_go()
 
+    def _ask_by_rule(self, reason: str) -> None:
+        """:meth:`ask`, where it follows from the steps alone, so that every rank asks by itself."""
+        self.ask(reason)
+
     def hear(self) -> None:
-        """Take what signals have asked for."""
+        """Take what signals and requests have asked for."""
         if self.trap is not None and self.trap.arrived:
             for name, then, code in self.trap.take():
                 self.ask(name, then, code=code)
+        asked = self.desk.take() if self.desk is not None and self.desk.asked else None
+        if asked is not None:
+            self.ask(HTTP, asked)
 
     @property
-    def signalled(self) -> bool:
-        """Whether a signal came that was not heard yet; may be asked from any thread."""
-        return self.trap is not None and self.trap.arrived
+    def unheard(self) -> bool:
+        """Whether a signal or a request came that was not heard yet; may be asked from any thread."""
+        return (self.trap is not None and self.trap.arrived) or (self.desk is not None and self.desk.asked)
 
     @property
     def stopping(self) -> bool:
@@ -153,7 +162,7 @@ class Triggers:
         for name in self.trap.taken_over() if self.trap is not None else ():
             self._state.log.warning(events.SIGNAL_TAKEN, signal=name)
         if self._due_by_steps(step):
-            self.ask(f"every {self._state.options.save_every} steps")
+            self._ask_by_rule(f"every {self._state.options.save_every} steps")
 
     def due_at(self, step: int) -> bool:
         """Whether a generation of ``step`` is asked for, or would be when it is acked."""

@@ -38,10 +38,10 @@ exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    own = parser()
+    given = own.parse_args(arguments)
     if given.steps < 1:
-        parser.error(f"--steps {given.steps}: at least 1 is needed")
+        own.error(f"--steps {given.steps}: at least 1 is needed")
     absent = missing_extras()
     if "gymnasium" in absent:
         print("forebay demo needs Gymnasium: pip install 'forebay[gym,ui]'", file=sys.stderr)
@@ -68,24 +68,25 @@ def say(text: str) -> None:
     print(f"{clear}{text}", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = argparse.ArgumentParser(
         prog="forebay demo",
         description=DESCRIPTION,
         epilog=EXITS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, help="seed of everything; left out: the directory's, or 0")
-    parser.add_argument(
+    made.add_argument("--seed", type=int, help="seed of everything; left out: the directory's, or 0")
+    made.add_argument(
         "--steps", type=int, default=plan.STEPS, metavar="N", help="trainer steps at most (default: %(default)s)"
     )
-    parser.add_argument("--no-kill", action="store_true", help="let the training process live")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON on stdout, and no table")
-    parser.add_argument(
+    made.add_argument("--no-kill", action="store_true", help="let the training process live")
+    made.add_argument("--json", action="store_true", help="print the summary as JSON on stdout, and no table")
+    made.add_argument(
         "--directory", metavar="DIR", help="the run's folder (default: runs/demo-SEED); one that is used is continued"
     )
-    parser.add_argument("--verbose", action="store_true", help="structured logs on stderr, not in DIR/log.jsonl")
-    return parser
+    made.add_argument("--verbose", action="store_true", help="structured logs on stderr, not in DIR/log.jsonl")
+    return made
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.buffer.storages import RolloutStorage
 from pipeline.interfaces import Storage
-from pipeline.records import Location
+from pipeline.locations import Location
 
 every = pytest.mark.parametrize("make", [RolloutStorage])
 PLACE = Location(1, 0, 1, 64, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -463,3 +464,19 @@ async def test_a_damaged_block_that_no_event_names_is_found(run_directory: str) 
             await pipe.resume()
     segment.unlink()
     assert any("missing" in each.what for each in verify(run_directory).damages)
+
+
+async def test_what_a_newer_version_says_of_the_buffer_is_carried_along(run_directory: str) -> None:
+    async with fed(make(), directory=run_directory) as pipe:
+        await pipe.start()
+        await filled(pipe)
+        feed: Any = pipe._run.state.experience.feed  # type: ignore[union-attr]
+        feed._unknown = {"later": [1, 2]}
+        await (await pipe.save(1)).committed()
+    async with fed(make(), directory=run_directory) as pipe:
+        await resumed(pipe)
+        await pipe.start()
+        await (await pipe.save(2)).committed()
+    states = sorted(Path(run_directory, "generations").glob("*/replay.json"))
+    said = [json.loads(each.read_text()).get("later") for each in states]
+    assert said == [None, [1, 2], [1, 2]]  # the start's, the first life's save, the second's

@@ -62,7 +62,8 @@ async def test_a_fork_goes_on_as_the_run_itself_would(
     own = str(tmp_path / "own")
     shutil.copytree(source, own)
     ends = []
-    for directory, more in ((own, {}), (target, {"from_": source})):
+    both: list[tuple[str, dict[str, Any]]] = [(own, {}), (target, {"from_": source})]
+    for directory, more in both:
         async with make(9, directory, **options) as pipe:
             trained = Trained()
             pipe.attach(trained=trained)
@@ -129,7 +130,7 @@ async def test_a_fork_that_was_cut_before_its_first_generation_is_begun_again(tm
         async with make(3, target, capacity=9) as pipe:
             trained = Trained()
             pipe.attach(trained=trained)
-            more = {} if (Path(target, "generations").exists() and whole(target)) else {"from_": source}
+            more: dict[str, Any] = {} if (Path(target, "generations").exists() and whole(target)) else {"from_": source}
             assert (await pipe.resume(3, **more)).step == 3
             await pipe.start(weights_current=True)
             await finish(pipe, trained, 4)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pipeline import ForebayError, Task
-from pipeline.checkpoint import verify
+from pipeline.checkpoint import salvage, status_of, verify
 from pipeline.checkpoint.manifest import FileInfo
 from pipeline.checkpoint.trainer_state import read_state
 from pipeline.errors import Damaged, StoreError
@@ -27,6 +27,7 @@ from pipeline.store.frames import EVENTS, HEADER_BYTES, crc32c, crc32c_of_file, 
 from pipeline.store.journal import encode_events
 from pipeline.store.layout import Layout
 from pipeline.store.segments import SegmentInfo
+from pipeline.tools.exporting import export
 from pipeline.wiring.folder import RunFolder
 from tests.support.crashes import Trained, begin, crashed_copy, inline_pipeline, lasting, train
 from tests.support.disk import tree
@@ -381,12 +382,18 @@ class TestGiantsAndDepths:
         run.append(*events)
         run.refused(JOURNAL, verified=False)
 
-    async def test_a_lease_that_does_not_add_up(self, run: Run) -> None:
+    async def test_a_lease_that_does_not_add_up(self, run: Run, tmp_path: Path) -> None:
         path = run.path(f"{NEWEST}/consumer.json")
         for fields in ({"leases": [{"step": 2, "uids": [1, 2], "lives": [0]}]}, {"trained": [[5, 1]]}):
             path.write_bytes(msgspec.json.encode({"format_version": 1, "step": 1, **fields}))
             reseal(run.directory)
             run.refused("consumer.json", verified=False)
+            # What a resume refuses, no tool takes for whole.
+            assert status_of(run.directory).state == "broken"
+            with pytest.raises(Damaged, match=r"consumer\.json"):
+                export(run.directory, tmp_path / "out", to="jsonl")
+            saved = salvage(run.directory, tmp_path / f"salvaged {sorted(fields)}")
+            assert (saved.step, saved.generations_unusable) == (0, 1), "it goes on from the generation before"
 
     @pytest.mark.parametrize("name", ["load", "nn.Module", "torch.ops", "__class__", "dtype"])
     async def test_a_dtype_that_is_another_name_of_torch(self, name: str, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ async def test_a_target_in_use_or_inside_the_run_is_refused_before_anything_is_w
         salvage(source, str(tmp_path / "file"))
     (tmp_path / "file").unlink()
     for missing in ("nothing", "empty"):
-        with pytest.raises(NotARun, match="no run to salvage"):
+        with pytest.raises(NotARun, match="there is no run"):
             salvage(str(tmp_path / missing), str(tmp_path / "target"))
     assert fingerprint(str(tmp_path)) == before
     (tmp_path / "target").mkdir()

@@ -75,6 +75,13 @@ def test_async_script_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert "step 400: loss 0.0" in second.stdout
 
 
+def test_two_processes_go_on_though_the_trainer_is_killed(tmp_path: Path) -> None:
+    first = run("examples/two_processes.py", str(tmp_path / "run"), "30")
+    assert first.returncode == 0, first.stderr
+    said = [line.split(":")[0] for line in first.stdout.splitlines()]
+    assert said == ["from step 0", "step 20", "the trainer was killed", "from step 20", "step 40", "step 60"]
+
+
 @pytest.mark.parametrize("name", ["tasks.py", "pipeline.py"])
 def test_a_file_that_hides_a_package_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine = True\n")

@@ -335,17 +335,28 @@ def hold(pipe: Any, handle: Any) -> None:
 def test_nothing_is_left_when_everybody_was_killed(tmp_path: Path) -> None:
     with child(hold, shared().share()):
         pass  # the fork server has what it needs by now
-    before = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")}
-    process = ChildProcess(own_and_share, str(tmp_path / "run"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = ChildProcess(own_and_share, str(tmp_path / "run"), str(temporary))
     pids = process.hear()
     assert len(pids) == 3, pids
+    assert all(memory_of(pid) for pid in pids)
+    assert not [path for pid in pids for path in named_memory_of(pid)], (
+        "the kernel frees what has no name, and only that"
+    )
     for pid in pids[1:]:
         os.kill(pid, signal.SIGKILL)
     process.kill()
     process.pipe.close()
     until(lambda: not any(memory_of(pid) for pid in pids))
-    assert {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")} == before
+    assert list(temporary.iterdir()) == []
     assert verify(str(tmp_path / "run")).whole
+
+
+def named_memory_of(pid: int) -> list[str]:
+    """Return what a process has mapped of the memory that all have in common, and that has a name still."""
+    places = {line.split(maxsplit=5)[-1].strip() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    return [path for path in places if path.startswith("/dev/shm/") and not path.endswith("(deleted)")]
 
 
 def memory_of(pid: int) -> bool:

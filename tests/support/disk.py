@@ -13,6 +13,11 @@ from pipeline.store.layout import Layout, RunFile
 from pipeline.store.writer import StoreWriter
 
 
+def lying_in(folder: str) -> set[str]:
+    """The names in a folder that all processes have in common, but for those of tests that run at the same time."""
+    return {name for name in os.listdir(folder) if not name.startswith("forebay-recording-")}
+
+
 class Killed(BaseException):
     """The process is gone: no handler of the library's may catch this."""
 
@@ -182,3 +187,11 @@ def tree(folder: str | os.PathLike[str]) -> dict[str, bytes]:
     """Content of every file below ``folder``, by its path there."""
     root = Path(folder)
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def says_no_machine(folder: str | os.PathLike[str], *, most: int) -> None:
+    """Check that files are small, and name nothing of the machine that made them."""
+    content = tree(folder)
+    assert sum(map(len, content.values())) < most
+    for path, raw in content.items():
+        assert not any(part in raw for part in (b"/tmp", b"/home", b"/root", b"/work")), path

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from pipeline import Batch, Context, Item, Pipeline, ReplayBuffer, Rollout, StoreError
@@ -178,8 +179,9 @@ def limited_buffer(pipe: Connection, directory: str, limit: int) -> None:
 
 
 def state_of(buffer: ReplayBuffer, counter: Counter) -> Any:
-    """What the training loop goes on with."""
-    return counter.step, buffer.ring.added, buffer.statistics(), buffer._rng.bit_generator.state
+    """What the training loop goes on with; not what the newest save says of itself."""
+    statistics = msgspec.structs.replace(buffer.statistics(), save={})
+    return counter.step, buffer.ring.added, statistics, buffer._rng.bit_generator.state
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pipeline import Context, Item, Pipeline, Rollout, Task
 from tasks import SequenceSource
 
 Runner = Callable[[Item, Context], Awaitable[Rollout]]
+AnyRunner = Runner | Callable[[Item, Context], Rollout] | str
 
 
 def numbers(count: int) -> SequenceSource:
@@ -24,7 +25,7 @@ async def solve(item: Item, ctx: Context) -> Rollout:
     return Rollout({"n": [item["n"]]}, reward=float(item["n"]))
 
 
-def task(count: int = 12, run: Runner = solve, name: str = "numbers", **more: Any) -> Task:
+def task(count: int = 12, run: AnyRunner = solve, name: str = "numbers", **more: Any) -> Task:
     """A task of ``count`` items, in their own order unless ``shuffle=True``."""
     more.setdefault("shuffle", False)
     return Task(name, source=numbers(count), run=run, **more)

@@ -367,10 +367,12 @@ def die_inside(pipe: Any, handle: Any, what: str, first: int, line: int) -> None
     pipe.send(reached)
 
 
-def own_and_share(pipe: Any, directory: str) -> None:
-    """Build a buffer, have others work on it, and say who they are."""
+def own_and_share(pipe: Any, directory: str, temporary: str) -> None:
+    """Build a buffer, have others work on it, and say who they are. Temporary files go where they are alone."""
     import multiprocessing
+    import tempfile
 
+    tempfile.tempdir = os.environ["TMPDIR"] = temporary
     context = multiprocessing.get_context("fork")
     buffer = ReplayBuffer(CAPACITY, storage="shared", select="prioritized", directory=directory)
     buffer.extend(rows(0, 20))

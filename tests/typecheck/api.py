@@ -14,6 +14,7 @@ from forebay import (
     Group,
     Item,
     Pipeline,
+    ProcessEngine,
     Progress,
     Resumed,
     Rollout,
@@ -50,6 +51,14 @@ async def questions() -> AsyncIterator[dict[str, str]]:
 
 stream: Stream = questions()
 chat = Task("chat", source=questions(), run=solve)
+
+
+def play(item: Item, ctx: Context) -> Rollout:
+    return Rollout({"x": [item["n"]]}, reward=ctx.rng.random())
+
+
+plain = [Task("plain", source=source, run=play), Task("named", source=source, run="sims:play", resource="sims:env")]
+elsewhere = Pipeline(plain, engine=ProcessEngine(workers=2, env={"OMP_NUM_THREADS": "1"}))
 
 
 async def asynchronous() -> None:

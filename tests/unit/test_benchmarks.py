@@ -34,6 +34,12 @@ def test_a_small_run_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_a_small_run_of_two_processes_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serving", "--json", "--scale", "0.02"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+@pytest.mark.slow
 def test_a_small_simulation_of_every_staleness_policy_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["staleness", "--json", "--scale", "0.03"]) == 0
     rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -71,6 +77,19 @@ def test_small_saves_of_transitions_print_rows(capsys: pytest.CaptureFixture[str
         assert row["ok"] == (row["ours"] <= row["limit"])
     (written,) = [row for row in rows if row["name"] == "bytes on the disk, 1% full"]
     assert written["peers"]["content"] < written["ours"] <= written["limit"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_small_runs_that_are_checked_and_merged_print_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["tools", "--json", "--scale", "0.002", "--folder", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    names = [row["name"] for row in rows]
+    assert len(names) == len(set(names)) == 3 + 2 * hasattr(os, "posix_fadvise")
+    for row in rows:
+        assert row["ok"] == (row["ours"] <= row["limit"])
+    linked = rows[-1]["peers"]
+    assert linked["MB linked"] == linked["of MB"] > 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline import Context, Item, Rollout, RolloutFailed
+from pipeline import Context, Item, Pipeline, Rollout, RolloutFailed, Task
+from tasks import SequenceSource
 from tests.support.runs import ids, pipeline, task
 
 
@@ -65,6 +66,23 @@ async def test_a_context_manager_is_opened_once_and_shared() -> None:
         await pipe.start()
         assert await drain(pipe) == list(range(12))
     assert (log.opened, log.closed, log.most_in_use) == (1, 1, 3)
+
+
+async def test_tasks_that_name_one_manager_share_what_it_opened() -> None:
+    log, seen = Log(), []
+
+    async def use(item: Item, ctx: Context) -> Rollout:
+        seen.append(ctx.resource)
+        return Rollout(reward=1.0)
+
+    manager = log.resource()
+    tasks = [Task(name, source=SequenceSource([0, 1]), run=use, resource=manager) for name in ("one", "two")]
+    async with Pipeline(tasks) as pipe:
+        await pipe.start()
+        assert len(await pipe.get_batch(groups=4)) == 4
+    assert (log.opened, log.closed) == (1, 1)
+    assert len(seen) == 4
+    assert all(each is seen[0] for each in seen)
 
 
 async def test_a_resource_that_cannot_be_opened_fails_the_attempt() -> None:

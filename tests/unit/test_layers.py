@@ -18,13 +18,17 @@ LEVELS = {
     "pipeline.records": 0,
     "pipeline.clock": 0,
     "pipeline.intervals": 0,
+    "pipeline.locations": 0,
+    "pipeline.names": 0,
     "pipeline.waiting": 0,
+    "pipeline.forking": 0,
     "pipeline.config": 1,
     "pipeline.interfaces": 1,
     "pipeline.observe": 1,
     "pipeline.store": 1,
     "pipeline.supervisor": 1,
     "pipeline.task": 2,
+    "pipeline.control": 2,
     "pipeline.sampler": 2,
     "pipeline.ledger": 2,
     "pipeline.buffer": 2,
@@ -37,6 +41,7 @@ LEVELS = {
     "pipeline.replay": 6,
     "pipeline.serve": 6,
     "pipeline.sync_form": 7,
+    "pipeline.tools": 7,
     "pipeline.testing": 8,
     "pipeline.cli": 8,
     "pipeline": 9,
@@ -83,7 +88,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 def test_a_module_imports_lower_levels_and_its_own_folder(path: Path) -> None:
     module = module_name(path)
     own = component(module)
-    lazy = ("pipeline.pipeline", "pipeline.sync_form")  # the two forms know each other, inside functions
+    lazy = ("pipeline.pipeline", "pipeline.sync_form", "pipeline.serve")  # they know each other, inside functions
     for target in imports(ast.parse(path.read_text()), run_time_only=True):
         if not target.startswith("pipeline.") or own == "pipeline":
             continue
@@ -107,6 +112,17 @@ def test_the_engine_never_imports_the_tasks() -> None:
     for path in SOURCES:
         for target in imports(ast.parse(path.read_text()), run_time_only=False):
             assert target.split(".")[0] not in ("tasks", "forebay", "tests", "examples"), path
+
+
+def test_ray_is_imported_where_runners_go_to_it_and_where_trainers_come_from_it_alone() -> None:
+    """An engine and serving are of different levels, so each has a module of its own for it."""
+    found = {
+        module_name(path)
+        for path in SOURCES
+        for target in imports(ast.parse(path.read_text()), run_time_only=False)
+        if target.split(".")[0] == "ray"
+    }
+    assert found == {"pipeline.engines.ray_engine", "pipeline.serve.ray_gate"}
 
 
 def test_importing_the_package_loads_nothing_that_is_optional() -> None:

@@ -41,7 +41,7 @@ PIPELINE: dict[str, list[Any]] = {
 TASK: dict[str, list[Any]] = {
     "name": ["", None, 5, "n" * 201, "\ud83d"],
     "source": [None, [1, 2], "train.jsonl"],
-    "run": [None, "solve", lambda item, ctx: None],
+    "run": [None, "solve", "sims:play now", 5],
     "group_size": [*NO_COUNT, None],
     "share": [0, *NO_NUMBER, None],
     "on_failure": ["retry twice", "", None, 5, {"policy": "retry", "tries": 3}],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.buffer.partials import Partials
+from pipeline.locations import Location
 from pipeline.records import (
     AnyEvent,
     Dropped,
@@ -13,7 +14,6 @@ from pipeline.records import (
     HeldItem,
     Inherited,
     Interrupted,
-    Location,
     Opened,
     Parked,
     PartSaved,

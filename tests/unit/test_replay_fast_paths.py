@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pipeline.buffer.transitions.layout import EPISODE, MARKS
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.sums import SumTree
+from pipeline.replay import ReplayBuffer
 
 SCHEMA = Schema.of({"obs": np.zeros((1, 3), np.float32), "image": np.zeros((1, 1_100), np.uint8)})
 
@@ -197,3 +199,31 @@ def test_where_nothing_can_be_kept_on_the_disk_loops_are_compiled_all_the_same(m
 
     monkeypatch.setattr(numba, "njit", refuse)
     assert compiled._compiled(lambda number: number + 1)(1) == 2
+
+
+@pytest.mark.parametrize("storage", ["memory", "mapped"])
+@pytest.mark.parametrize("count", [64, 256])
+def test_large_blocks_are_stored_as_small_ones_whatever_their_columns(
+    tmp_path: Path, storage: Literal["memory", "mapped"], count: int
+) -> None:
+    rng = np.random.default_rng(3)
+    complex_ = rng.random((2048, 3)) + 1j * rng.random((2048, 3))
+    columns: dict[str, np.ndarray] = {
+        "flat": rng.random((2048, 5)).astype(np.float32),
+        "matrix": rng.random((2048, 4, 3)),
+        "turned": rng.random((3, 2048)).T,  # no row of it is contiguous
+        "complex": complex_.astype(np.complex64),
+        "halves": rng.random((2048, 7)).astype(np.float16),
+        "pair": rng.integers(0, 255, (2048, 2)).astype(np.uint8),
+        "nothing": np.zeros((2048, 0), np.float32),
+        "number": rng.random(2048),
+        "image": rng.integers(0, 255, (2048, 40, 40)).astype(np.uint8),
+        "done": rng.random(2048) < 0.01,
+    }
+    with ReplayBuffer(1_536, storage=storage, directory=tmp_path / "run", seed=1) as buffer:
+        for begin in range(0, 2048, count):
+            buffer.extend({name: each[begin : begin + count] for name, each in columns.items()}, envs=64)
+        assert buffer.ring.episodes._steady is not None  # the quick way was taken
+        slots = buffer.ring.slots(buffer.ring.keys())
+        for name, each in columns.items():
+            np.testing.assert_array_equal(buffer.ring.storage.view(name)[slots], each[512:], err_msg=name)

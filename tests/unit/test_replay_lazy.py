@@ -126,7 +126,7 @@ def test_the_next_draws_are_those_of_a_full_resume(tmp_path: Path, storage: str,
         {"slices": {"length": 4, "burn_in": 1, "pad": True}},
         {"columns": ["image"]},
     ],
-    ids=str,
+    ids=lambda more: next(iter(more), "plain"),
 )
 def test_whatever_is_asked_for_first_is_as_after_a_full_resume(
     tmp_path: Path, storage: str, more: dict[str, Any]

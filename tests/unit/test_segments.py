@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from pipeline.errors import Damaged
-from pipeline.records import Dropped, Finished, Location
+from pipeline.locations import Location
+from pipeline.records import Dropped, Finished
 from pipeline.store.frames import FOOTER, HEADER_BYTES, PAYLOAD, frame_bytes, scan
 from pipeline.store.layout import Layout, RunFile
-from pipeline.store.segments import Footer, FooterBuilder, PayloadReader, SegmentEntry
+from pipeline.store.segments import Block, Footer, FooterBuilder, PayloadReader, SegmentEntry, needed_blocks
 from pipeline.store.writer import StoreWriter
 from tests.support.disk import ScriptedFiles, events_of, flush, new_run, new_writer
 
@@ -221,3 +222,13 @@ def test_segments_are_listed_by_number(run: tuple[Layout, RunFile]) -> None:
         "000009-0000-1000000.fbs",
         "000010-0000-000001.fbs",
     ]
+
+
+def test_blocks_that_are_needed_in_their_order() -> None:
+    def block(first: int, count: int, offset: int) -> Block:
+        return Block(first, count, 1, 0, 1, offset, 8)
+
+    given = [block(8, 4, 0), block(0, 4, 1), block(12, 2, 2), block(4, 4, 3), block(12, 5, 4)]
+    assert [each.offset for each in needed_blocks(given, 4)] == [3, 0, 4]
+    assert [each.offset for each in needed_blocks(given, 3)] == [1, 3, 0, 4]
+    assert needed_blocks(given, 17) == []

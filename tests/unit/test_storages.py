@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipeline.buffer.storages import RolloutStorage
-from pipeline.records import Location
+from pipeline.locations import Location
 
 
 def test_it_holds_what_a_dict_of_dicts_holds() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import WriteFailed
-from pipeline.records import Dropped, Finished, Location
+from pipeline.locations import Location
+from pipeline.records import Dropped, Finished
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import Layout, RunFile
 from pipeline.store.segments import PayloadReader

@@ -75,8 +75,12 @@ class CompressedColumn:
         return found
 
     def _pack(self, row: np.ndarray) -> bytes:
-        dense = np.ascontiguousarray(row, self.dtype)
-        return zlib.compress(memoryview(dense.reshape(-1).view(np.uint8).data), _LEVEL)
+        return packed_row(np.ascontiguousarray(row, self.dtype))
+
+
+def packed_row(row: np.ndarray) -> bytes:
+    """Return a dense row as it is held."""
+    return zlib.compress(memoryview(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data), _LEVEL)
 
 
 def compressed_bytes(columns: Mapping[str, Any]) -> int:

@@ -142,10 +142,14 @@ class Episodes:
             hot: from :meth:`steady`.
             ends: [count] how the episode ends with the row; None if none does.
         """
-        ended: list[int] = [] if ends is None else np.flatnonzero(ends).tolist()
-        if len(ended) > FEW:
-            return False
-        self.next = hot.change(ended, ends[ended] if ends is not None else None, self.next)
+        ended: list[int] = []
+        codes: list[int] = []
+        if ends is not None:
+            ended = ends.nonzero()[0].tolist()
+            if len(ended) > FEW:
+                return False
+            codes = [ends.item(at) for at in ended]
+        self.next = hot.change(ended, codes, self.next)
         for number, key in hot.opened:
             self._lengths.begin(number, key)
         for number, length in hot.closed:

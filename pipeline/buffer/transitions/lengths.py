@@ -114,6 +114,11 @@ class Lengths:
         self._end = end - base
         self._length, self._first = np.zeros(max(64, self._end), np.int32), np.zeros(max(64, self._end), np.int64)
 
+    def fill(self, lengths: Ints, firsts: Ints) -> None:
+        """Forget all but the episodes [n] from 0 on, of which this is known."""
+        self.start(0, len(lengths))
+        self._length[: len(lengths)], self._first[: len(lengths)] = lengths, firsts
+
     def remember(self, episodes: Ints) -> None:
         """Make room for episodes, of which nothing may be known."""
         low = episodes[episodes < self.base]

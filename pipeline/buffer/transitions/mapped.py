@@ -164,6 +164,15 @@ class MappedStorage(TransitionStorage):
             self.take(slots)
         super().write(slots, arrays)
 
+    def place(self, begin: int, rows: np.ndarray, records: np.ndarray, large: Mapping[str, np.ndarray]) -> None:
+        slots = slice(begin, begin + len(rows))
+        self.write_records(slots, records.take(rows))
+        self.write(slots, {name: array.take(rows, axis=0) for name, array in large.items()})
+
+    def write_records(self, slots: Slots, records: np.ndarray) -> None:
+        assert self.layout is not None
+        self.write(slots, {name: records[name] for name in self.layout.record.names or ()})
+
     def gather(self, slots: np.ndarray, names: Iterable[str] | None = None) -> Gathered:
         layout = self.layout
         assert layout is not None

@@ -295,7 +295,7 @@ class Pool(Ring):
         self._keys = np.arange(self.capacity) + self._floor - self.capacity
         self._keys[slots], self._serials[slots], self.at[slots] = keys, places["serials"], places["at"]
 
-    def restore(self, added: int, size: int, cuts: list[int]) -> None:
+    def restore(self, added: int, size: int, cuts: list[int], truncated: Sequence[int] = ()) -> None:
         self._recent = Recent()
         self.added, self.size, self.cut_keys = added, size, list(cuts)
 

@@ -30,6 +30,10 @@ class PriorityDrawer(Drawer):
         self.tree = new_tree(ring.capacity)
         self.batches = 0
         """How many batches were drawn: the position of an annealed exponent."""
+        self._floor, self._floor_until = (
+            0.0,
+            0,
+        )  # what new rows are worth at least, while a row before that key is there
         self._ever = 0.0  # the largest priority that there ever was, to the power of alpha
         self._pending = ring.added  # rows from this key on are not in the tree yet
 
@@ -82,7 +86,7 @@ class PriorityDrawer(Drawer):
         """The value of a new row: its priority to the power of alpha."""
         new = self.options.new
         if new == "current_max":
-            return self.tree.most or 1.0
+            return max(self.tree.most, self._floor if self.ring.oldest < self._floor_until else 0.0) or 1.0
         if new == "all_time_max":
             return max(self._ever, 1.0)
         return float(self._powers("new", np.array([new], np.float64))[0])
@@ -169,7 +173,10 @@ class PriorityDrawer(Drawer):
 
     def state(self) -> dict[str, Any]:
         self._settle()
-        return {"batches": self.batches, "ever": self._ever, "alpha": self.options.alpha}
+        state = {"batches": self.batches, "ever": self._ever, "alpha": self.options.alpha, "most": self.tree.most}
+        if self.ring.oldest < self._floor_until:
+            state |= {"floor": self._floor, "floor_until": self._floor_until}
+        return state
 
     def arrays(self) -> dict[str, np.ndarray]:
         self._settle()
@@ -192,7 +199,9 @@ class PriorityDrawer(Drawer):
             self._pending = self.ring.oldest
             return
         was = float(state.get("alpha", self.options.alpha))
-        self.batches, self._ever = int(state["batches"]), float(self._of_alpha(was, np.array([state["ever"]]))[0])
+        self.batches, self._floor_until = int(state["batches"]), int(state.get("floor_until", 0))
+        given = np.array([state["ever"], state.get("floor", 0.0)])
+        self._ever, self._floor = self._of_alpha(was, given).tolist()
         self._pending = self.ring.added
         priorities = self._of_alpha(was, arrays["priorities"]) if self.ring.size else np.empty(0)
         if self.ring.scattered:

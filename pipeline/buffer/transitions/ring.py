@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Schema
 from pipeline.buffer.transitions.episodes import Episodes, Marks
-from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, VERSION
+from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, TRUNCATED, VERSION
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config.replay import MOST_ROWS
 
@@ -45,6 +45,8 @@ class Ring:
         """How many episodes were cut: with :attr:`added`, this tells whether anything has changed."""
         self.cut_keys: list[int] = []
         """Keys of rows with which an episode was cut; some may be gone."""
+        self.truncated_keys: list[int] = []
+        """Keys of rows with which a save has truncated an open episode; some may be gone."""
         self._most_cut = 64
         self.not_kept = 0
         """How many rows were added and not kept."""
@@ -311,14 +313,22 @@ class Ring:
 
     def cut_keys_there(self) -> list[int]:
         """Return the keys of rows that are there with which an episode was cut."""
-        keys = np.array(self.cut_keys, np.int64)
+        return self._there(self.cut_keys)
+
+    def truncated_keys_there(self) -> list[int]:
+        """Return the keys of rows that are there with which a save has truncated an open episode."""
+        return self._there(self.truncated_keys)
+
+    def _there(self, given: list[int]) -> list[int]:
+        keys = np.array(given, np.int64)
         there: list[int] = keys[self.alive(keys)].tolist()
         return there
 
-    def restore(self, added: int, size: int, cuts: list[int]) -> None:
+    def restore(self, added: int, size: int, cuts: list[int], truncated: Sequence[int] = ()) -> None:
         """Take back the counters, before the rows; :meth:`relink` follows when they are there."""
         self.added, self.size = added, min(size, self.capacity)
         self.cut_keys = [key for key in cuts if key >= self.oldest]
+        self.truncated_keys = [key for key in truncated if key >= self.oldest]
 
     def link_back(self, first: int, behind: Ints, episodes: Ints, places: Ints) -> None:
         """Find out what follows what, from how far behind [n] the predecessors of rows lie that are there again.
@@ -349,15 +359,26 @@ class Ring:
 
     def relink(self) -> None:
         """Mark again the rows with which an episode was cut: that came after they were written."""
-        for key in self.cut_keys:
-            self.storage.view(END)[key % self.capacity] = CUT
+        self._mark_ends()
         self._start_lengths()
         self.episodes.note_open()
+
+    def _mark_ends(self) -> None:
+        for keys, end in ((self.truncated_keys, TRUNCATED), (self.cut_keys, CUT)):
+            for key in keys:
+                self.storage.view(END)[key % self.capacity] = end
 
     def begin_unread(self) -> None:
         """In place of :meth:`link_back` and :meth:`relink`, where no mark is there yet."""
         self._irregular = self.added  # nothing is said of older rows
         self._start_lengths()
+        self.episodes.note_open()
+
+    def link_adjacent(self, lengths: Ints) -> None:
+        """Take in that the rows, whose marks are there, are those of episodes [n] of some lengths, numbered from 0,
+        one after the other; :class:`Episodes` knows which of them are open."""
+        self._stride, self._irregular = 1, 0
+        self.episodes.lengths.fill(lengths, self.oldest + np.cumsum(lengths) - lengths)
         self.episodes.note_open()
 
     def link_all(self) -> None:

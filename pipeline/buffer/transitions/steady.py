@@ -82,7 +82,7 @@ class Steady:
         self.marks[VERSION] = version
         self.version = version
 
-    def change(self, ended: list[int], codes: Ints | None, number: int) -> int:
+    def change(self, ended: list[int], codes: list[int], number: int) -> int:
         """Note in the marks which rows of the block end their episode, and how; give new episodes their numbers, from
         ``number`` on, by environment and then by time. Return the next number."""
         width, length = self.width, len(self._rows)
@@ -104,8 +104,8 @@ class Steady:
                 if begin:
                     place[begin:, env] = self._rows[: length - begin]
                     self._ahead[begin - 1, env] = self._behind[begin, env] = 0
-        if ended:
-            self._end[ended] = codes
+        for at, code in zip(ended, codes, strict=True):
+            self._end[at] = code
         return number
 
     def advance(self, *, changed: bool = False) -> bool:
@@ -123,8 +123,8 @@ class Steady:
             return True
         last = [(self._episode.item(-1, env), self._place.item(-1, env)) for env in self._touched]
         np.add(self._words, self._step, self._words)
-        if self._ended:
-            self._end[self._ended] = OPEN
+        for at in self._ended:
+            self._end[at] = OPEN
         for env, (episode, place) in zip(self._touched, last, strict=True):
             self._episode[:, env] = episode
             self._place[:, env] = self._rows + (place + 1)

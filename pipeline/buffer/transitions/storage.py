@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from pipeline.buffer.transitions.unread import Unread
 
 Slots = slice | np.ndarray
 _PACKED = struct.Struct("<qiiiiIB")  # MARKS
+_MANY = 192
+"""Rows from which on a column of several values is copied as runs of bytes: numpy's loop over the values of each row
+then costs more than making the views."""
 
 
 class TransitionStorage:
@@ -43,6 +47,7 @@ class TransitionStorage:
         self._memory: Memory = memory or ProcessMemory()
         self._step = MARK_BYTES  # from one slot's marks to the next one's
         self._views: dict[str, np.ndarray] = {}
+        self._runs: dict[str, np.ndarray] = {}  # [capacity, 1]: small columns of several values, as runs of bytes
         self._bytes = memoryview(b"")
         self._plain = np.empty(0, f"V{MARK_BYTES}")  # the marks of each slot, without fields
         self._recycler = Recycler()
@@ -67,13 +72,14 @@ class TransitionStorage:
         """Begin with memory that was taken: ``marks`` [capacity] begin with those of each slot."""
         self.layout, self.schema = layout, layout.schema
         self._views = small | self.large
+        self._runs = {each.name: as_runs(small[each.name], each.nbytes) for each in layout.small if each.nbytes > 8}
         self._bytes, self._step = memoryview(marks.view(np.uint8).data), marks.itemsize
         self._plain = marks.getfield(self._plain.dtype)
 
     def forget(self) -> None:
         """Give the memory back, and forget the schema."""
         self.layout = self.schema = self.unread = None
-        self.records, self.large, self._views = np.empty(0, MARKS), {}, {}
+        self.records, self.large, self._views, self._runs = np.empty(0, MARKS), {}, {}, {}
         self._bytes, self._plain = memoryview(b""), self._plain[:0].copy()
 
     def view(self, name: str) -> np.ndarray:
@@ -98,6 +104,22 @@ class TransitionStorage:
         for name, array in arrays.items():
             self._views[name][slots] = array
 
+    def place(self, begin: int, rows: np.ndarray, records: np.ndarray, large: Mapping[str, np.ndarray]) -> None:
+        """Copy some of the packed records [n], and of large columns [n, ...], into the slots from ``begin`` on."""
+        slots = slice(begin, begin + len(rows))
+        records.take(rows, out=self.records[slots], mode="clip")
+        for name, array in large.items():
+            held = self.large[name]
+            if array.dtype != object and isinstance(held, np.ndarray):
+                array.take(rows, axis=0, out=held[slots], mode="clip")
+            else:
+                self.write(slots, {name: array[rows]})
+
+    def write_records(self, slots: Slots, records: np.ndarray) -> None:
+        """Copy packed records [n], with their marks, into n slots."""
+        kind = f"V{records.itemsize}"  # without fields a record is one run of bytes
+        self.records.view(kind)[slots] = records.view(kind)
+
     def write_row(self, slot: int, row: Mapping[str, Any]) -> None:
         """Copy the columns of one row into a slot."""
         views = self._views
@@ -111,7 +133,11 @@ class TransitionStorage:
         ``linked`` slots before them know how far ahead their next row lies."""
         slots, views = slice(begin, begin + count), self._views
         for name, array in arrays.items():
-            views[name][slots] = array
+            if count >= _MANY and name in self._runs and array.flags.c_contiguous:
+                runs = self._runs[name]
+                runs[slots] = as_runs(array, runs.itemsize)
+            else:
+                views[name][slots] = array
         self._plain[slots] = marks
         views[AHEAD][begin - linked : begin] = links
 
@@ -159,6 +185,11 @@ class TransitionStorage:
     def row_bytes(self) -> int:
         """Memory of one row, marks included; 0 before there is a schema."""
         return 0 if self.layout is None else self.layout.row_bytes
+
+
+def as_runs(column: np.ndarray, nbytes: int) -> np.ndarray:
+    """Return a column [n, ...], each of whose rows is contiguous, as [n, 1] runs of bytes; the same memory."""
+    return column.reshape(len(column), prod(column.shape[1:])).view(f"V{nbytes}")
 
 
 class Gathered:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Schema
 from pipeline.buffer.transitions.episodes import Episodes, Marks
-from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE
+from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE, TRUNCATED
 from pipeline.buffer.transitions.lengths import Lengths
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.shared.arrays import SharedArrays, name_of, number_of
@@ -189,6 +189,8 @@ class SharedRing(Ring):
         self._stride, self._irregular = 1, 0
 
     def relink(self) -> None:
+        for key in self.truncated_keys:
+            self.storage.view(END)[key % self.capacity] = TRUNCATED
         for key in self._restored:
             self.storage.view(END)[key % self.capacity] = CUT
         self._restored = []

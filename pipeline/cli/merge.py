@@ -1,0 +1,29 @@
+"""``forebay merge A B C --out OUT``: several runs of one kind as one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from pipeline.cli.making import add_common, carry_out, parser_of
+from pipeline.tools import merge
+
+DESCRIPTION = """\
+Write what several runs of one kind hold into a new run: buffers of transitions, of one process or of ranks, or buffers
+of trajectories. They are only read. What has one id comes in the order of the runs' names, rank_2 before rank_10. Ids
+that clash are others then, and OUT/ids.json says which. What the trainer had attached is left out.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Merge, and return the exit code."""
+    given = parser().parse_args(arguments)
+    return carry_out("merge", given, lambda told: merge(given.run, given.out, dry_run=given.dry_run, told=told))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = parser_of("merge", DESCRIPTION, "forebay merge runs/rank_* --out runs/all")
+    made.add_argument("run", metavar="RUN", nargs="+", help="folders of the runs")
+    made.add_argument("--out", metavar="OUT", required=True, help="folder of the new run, absent or empty")
+    return add_common(made)

@@ -1,0 +1,110 @@
+"""``forebay salvage RUN OUT``: everything that is whole of a damaged run, in a new one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pipeline.checkpoint.losses import Loss, Salvaged
+from pipeline.checkpoint.verify import bytes_to_verify
+from pipeline.cli.terminal import Terminal, aside, make_parser, run_command
+from pipeline.cli.words import counted
+from pipeline.tools.salvaging import SalvagedRows, salvage_run
+
+DONE = 0
+DESCRIPTION = """\
+Write everything that is whole of a damaged run into a new run, and list what is not: of a run of rollouts, or of a
+buffer of transitions. The damaged run is only read; no other process may write in it meanwhile. The new one appears
+when it is complete.
+"""
+EXAMPLE = "forebay salvage runs/a runs/a-salvaged --dry-run"
+EXITS = """\
+0  done: OUT is a run that can be resumed. What did not come along is listed
+1  nothing was written: no generation can be gone on from, or a file cannot be read or written
+2  the command line is wrong, OUT holds something, or there is no run
+130  stopped by Ctrl-C: nothing was written
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Salvage a run, print what was lost, and return the exit code."""
+    own = parser()
+    given = own.parse_args(arguments)
+    return run_command("salvage", lambda: _run(given))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = make_parser("salvage", DESCRIPTION, EXAMPLE, EXITS)
+    made.add_argument("run", metavar="RUN", help="the damaged run's folder")
+    made.add_argument("out", metavar="OUT", help="where the new run goes: absent, or an empty folder")
+    made.add_argument("--step", type=int, metavar="STEP", help="begin with the newest generation of this step")
+    made.add_argument("--dry-run", action="store_true", help="write nothing; say what would come along")
+    made.add_argument("--json", action="store_true", help="print what was done as JSON")
+    return made
+
+
+def _run(given: Any) -> int:
+    out = Terminal()
+    found = _rehearsed(out, given) if given.dry_run else _salvaged(out, given)
+    if given.json:
+        out.json({**msgspec.to_builtins(found), "whole": found.whole, "dry_run": given.dry_run})
+    else:
+        _show(out, found, os.path.abspath(given.run), dry_run=given.dry_run)
+    return DONE
+
+
+def _salvaged(out: Terminal, given: Any) -> Salvaged | SalvagedRows:
+    with aside(given.out) as part, out.progress(bytes_to_verify(given.run), "salvage") as advance:
+        return salvage_run(given.run, part, step=given.step, told=advance, called=given.out)
+
+
+def _rehearsed(out: Terminal, given: Any) -> Salvaged | SalvagedRows:
+    with out.progress(bytes_to_verify(given.run), "salvage, dry run") as advance:
+        return salvage_run(given.run, given.out, step=given.step, told=advance, rehearse=True)
+
+
+def _show(out: Terminal, found: Salvaged | SalvagedRows, run: str, *, dry_run: bool) -> None:
+    verb = "would be written" if dry_run else "written"
+    out.line(f"{found.directory}: {verb}", style="good")
+    usable, every = found.generations_usable, found.generations_usable + found.generations_unusable
+    says = "how the buffer stood" if isinstance(found, SalvagedRows) else "what the weights have seen"
+    out.fields(
+        [
+            ("from", f"{run}, {found.origin.replace('/', ', generation ')} (step {found.step})"),
+            *_kept(found),
+            ("generations", f"{usable} of {every} say {says}"),
+            *[("left out", f"{path}: {why}") for path, why in found.left_out.items()],
+        ]
+    )
+    if found.whole:
+        out.line("Nothing was damaged.")
+    for number, loss in enumerate(found.losses, 1):
+        _show_loss(out, number, loss)
+    if dry_run:
+        out.line("Nothing was written: this was a dry run.", style="faint")
+
+
+def _kept(found: Salvaged | SalvagedRows) -> list[tuple[str, str]]:
+    if isinstance(found, SalvagedRows):
+        split = counted(found.episodes_split, "episode")
+        return [
+            ("kept", f"{counted(found.rows_kept, 'row')}, and {found.rows_lost:,} are lost"),
+            *([("split", f"{split} by rows that are gone between others")] if found.episodes_split else []),
+        ]
+    kept = f"{counted(found.groups_kept, 'finished group')}, {counted(found.members_kept, 'payload')}"
+    again = (
+        f"{counted(found.members_again, 'member')} to be run again; {counted(found.items_again, 'item')} from the start"
+    )
+    return [("kept", kept), ("again", again)]
+
+
+def _show_loss(out: Terminal, number: int, loss: Loss) -> None:
+    at = "" if loss.offset is None else f" at byte {loss.offset}"
+    size = f", {loss.bytes:,} bytes" if loss.bytes else ""
+    out.title(f"{number}. {loss.path}{at}{size}")
+    out.fields([("found", loss.what), ("lost", loss.lost)])

@@ -1,0 +1,118 @@
+"""A saved buffer, to be looked at: its rows stay where they lie until they are drawn; nothing is locked or written.
+
+What is drawn is what the buffer would have drawn next, where its selection is the one that the generation was saved
+with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.checkpoint.generations import Stored, check_generation
+from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAINER_FOLDER
+from pipeline.errors import Damaged
+from pipeline.observe.logs import RunContext, logger
+from pipeline.replay.buffer import ReplayBuffer
+from pipeline.replay.loading import ReadRows, read_state
+from pipeline.replay.parts import restore
+from pipeline.replay.segment_rows import SegmentRows
+from pipeline.replay.shards import shard_of
+from pipeline.replay.state import BufferState, read_buffer_state, set_generator
+from pipeline.replay.thinning import load_alone
+from pipeline.replay.trajectories import TrajectoryBuffer
+from pipeline.replay.trajectory_loading import Room
+from pipeline.replay.trajectory_loading import read as read_trajectories
+from pipeline.store.files import FilesLike, OsFiles
+from pipeline.store.layout import Layout
+
+_OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs")
+"""Of the options that were saved, those that say what is drawn."""
+
+
+class _Folder(NamedTuple):
+    """A run's folder that is looked at."""
+
+    layout: Layout
+    tag: int
+    incarnation: int = 0
+
+
+class _Seen(NamedTuple):
+    """A run that is looked at, in place of its store; nothing is written."""
+
+    folder: _Folder
+    files: FilesLike
+    log: Any
+
+
+def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed: int | None = None) -> ReplayBuffer:
+    """Return a buffer of transitions as a generation holds it, whose rows are read when they are drawn. It has no
+    limiter. Blocks; the generation's files are compared with its manifest, but for the trainer's.
+
+    Args:
+        layout: the run's paths.
+        run_tag: its tag.
+        stored: the generation.
+        rank: of shards, whose.
+        seed: draw by this, instead of by the generation's own stream.
+
+    Raises:
+        Damaged: something is missing, or was changed.
+        ConfigError: the options that were saved are none of this version.
+    """
+    own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
+    check_generation(own)
+    state, _ = read_buffer_state(own.folder)
+    buffer = ReplayBuffer(state.capacity, seed=seed or 0, **_options(state, own.manifest.kind, own.manifest.options))
+    with buffer.gate.lock:
+        if state.dropped:  # what is left is put together anew
+            seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
+            read = load_alone(seen, buffer.options, own, buffer.ring).read
+            found = ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
+        else:
+            found = read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
+        parts = buffer._parts(found.ring)
+        try:
+            restore(parts, buffer.options, found.state, found.values)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{own.folder}: the buffer's state does not fit together ({error!r})") from None
+        if seed is not None:
+            parts = parts._replace(rng=buffer._parts(found.ring).rng)
+    buffer.use_parts(parts)
+    return buffer
+
+
+def _without_trainer(stored: Stored) -> Stored:
+    files = [info for info in stored.manifest.files if not info.path.startswith(TRAINER_FOLDER + "/")]
+    return Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=files, attached=[]))
+
+
+def _options(state: BufferState, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a buffer like the one that was saved. A pipeline's manifest has none of its buffer's."""
+    given = {} if kind == PIPELINE else {name: options[name] for name in _OPTIONS if name in options}
+    if state.selection and kind == PIPELINE:
+        given["select"] = {"select": state.selection}
+    given["remove"] = options.get("remove", "fifo") if kind != PIPELINE else "fifo"
+    if state.columns is not None:
+        given["share_next_obs"] = state.next_obs_columns is not None
+    return given
+
+
+def look_at_trajectories(layout: Layout, run_tag: int, stored: Stored, *, seed: int | None = None) -> TrajectoryBuffer:
+    """As :func:`look_at`, of a buffer of trajectories."""
+    own = _without_trainer(stored)
+    window = own.manifest.options.get("sample_window_size", -1)
+    buffer = TrajectoryBuffer(sample_window_size=window, strict=False, seed=seed or 0)
+    found = read_trajectories(layout, run_tag, own, [], Room(None, 0), "lazy")
+    with buffer.gate.lock:
+        buffer._own.shelf, buffer._rows = found.shelf, SegmentRows(layout, lambda: run_tag)
+        buffer._set_first()
+    if seed is None and found.state.generator:
+        try:
+            set_generator(buffer._own.rng, found.state.generator)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{own.folder}: the buffer's state does not fit together ({error!r})") from None
+    return buffer

@@ -1,0 +1,358 @@
+"""Salvaging a buffer of transitions: a new run out of the rows that are whole, with what the selection has of each.
+
+Rows lie in blocks, and a block is whole or not. Those that are kept follow each other in the new run: the newest have
+the keys that they had, and others come closer. Where rows between two of an episode are gone, the later part is an
+episode of its own that begins there, and the earlier one was left where it is; no sequence, return or stack of frames
+reaches over the gap.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
+from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, OPEN, PLACE
+from pipeline.checkpoint import lost
+from pipeline.checkpoint.generations import Stored, check_generation, check_listed, find_generations
+from pipeline.checkpoint.losses import Loss
+from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, TRAINER_FOLDER
+from pipeline.checkpoint.survey import identify
+from pipeline.errors import Damaged, ForebayError, StoreError, UsageError
+from pipeline.replay.buffer import ReplayBuffer
+from pipeline.replay.loading import read_values
+from pipeline.replay.state import BufferState, read_buffer_state
+from pipeline.store.files import FilesLike
+from pipeline.store.layout import Layout
+from pipeline.store.segments import Block, PayloadReader, read_blocks
+
+Ints = np.ndarray
+_NEEDED = ("select", "limiter", "seed", "fields", "share_next_obs")
+"""Of the options that were saved, those that the state goes with."""
+
+
+class SavedRows(NamedTuple):
+    """What is whole of a buffer, as its ``state_dict`` would be, and what is not.
+
+    Attributes:
+        stored: the generation that it is of.
+        left_out: the trainer's files that are not whole, and why.
+        state: what ``load_state_dict`` takes.
+        kept, missing: rows.
+        split: episodes that go on as another one after a gap.
+        losses: each place that is not whole.
+        usable, unusable: generations that could be gone on from, and others.
+    """
+
+    stored: Stored
+    left_out: dict[str, str]
+    state: dict[str, Any]
+    kept: int
+    missing: int
+    split: int
+    losses: list[Loss]
+    usable: int
+    unusable: int
+
+
+def whole_rows(layout: Layout, *, step: int | None = None) -> SavedRows:
+    """Read what is whole of a buffer's newest generation, or of the newest of ``step``. Blocks, and changes nothing;
+    the rows are in memory then.
+
+    Raises:
+        NotARun: there is no run.
+        UsageError: it is of another kind, or its rows cannot be told apart from what would be lost.
+        Damaged: no generation says how the buffer stood.
+        StoreError: there is none of ``step``.
+    """
+    run, losses = identify(layout)
+    found = find_generations(layout, run.run_id)
+    for number, error in found.damaged:
+        path = os.path.join(layout.generations, f"{number:08d}", "manifest.json")
+        losses.append(_loss(layout, path, error, lost.with_manifest(number)))
+    faults = {stored.manifest.generation: _faults(stored) for stored in found.complete}
+    chosen = _choose(layout, found.complete, faults, step)
+    for stored in found.complete:
+        for path, fault in faults[stored.manifest.generation].items():
+            what = lost.with_file(stored.manifest, path)
+            if stored is chosen:  # of the trainer: the state is whole
+                what = f"this file: it is left out, and the trainer must get it from elsewhere ({path})"
+            losses.append(_loss(layout, os.path.join(stored.folder, path), fault, what))
+    usable = sum(not _of_state(each) for each in faults.values())
+    rows = _Rows(layout, run.tag, chosen)
+    left_out = {path: str(error) for path, error in faults[chosen.manifest.generation].items()}
+    unusable = len(faults) - usable + len(found.damaged)
+    return rows.result()._replace(left_out=left_out, losses=[*losses, *rows.losses], usable=usable, unusable=unusable)
+
+
+def _loss(layout: Layout, path: str, error: Exception, what: str) -> Loss:
+    offset = error.offset if isinstance(error, Damaged) else None
+    return Loss(path=os.path.relpath(path, layout.directory), offset=offset, what=str(error), lost=what)
+
+
+def _faults(stored: Stored) -> dict[str, Exception]:
+    faults: dict[str, Exception] = {}
+    for info in stored.manifest.files:
+        try:
+            check_listed(stored, info)
+        except (ForebayError, OSError) as error:
+            faults[info.path] = error
+    return faults
+
+
+def _of_state(faults: Mapping[str, Exception]) -> list[str]:
+    return [path for path in faults if not path.startswith(TRAINER_FOLDER + "/")]
+
+
+def _choose(
+    layout: Layout, complete: list[Stored], faults: Mapping[int, Mapping[str, Exception]], step: int | None
+) -> Stored:
+    """Return the newest generation that is whole but for its rows, or else the newest whose state is."""
+    asked = [each for each in complete if step in (None, each.manifest.step)]
+    if step is not None and not asked:
+        steps = sorted({each.manifest.step for each in complete})
+        raise StoreError(f"{layout.directory}: no generation of step {step} can be read; there are steps {steps}")
+    stated = [each for each in asked if not _of_state(faults[each.manifest.generation])]
+    if not stated:
+        named = {each.manifest.generation: faults[each.manifest.generation].values() for each in asked}
+        told = "".join(f"\n  generation {number}: {'; '.join(map(str, wrong))}" for number, wrong in named.items())
+        raise Damaged(
+            f"{layout.directory}: no generation says how the buffer stood, so nobody knows what its rows are. Restore "
+            f"one of them from a copy:{told or ' there is none'}"
+        )
+    whole = [each for each in stated if not faults[each.manifest.generation]]
+    chosen = (whole or stated)[-1]
+    if chosen.manifest.kind != REPLAY:
+        raise UsageError(f"{chosen.folder}: of {chosen.manifest.kind}, and not of a buffer of transitions")
+    return chosen
+
+
+class _Rows:
+    """The rows of one generation that are whole."""
+
+    def __init__(self, layout: Layout, run_tag: int, stored: Stored) -> None:
+        self.layout, self.tag, self.stored = layout, run_tag, stored
+        self.losses: list[Loss] = []
+        self.state, _ = read_buffer_state(stored.folder)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        state, where = self.state, self.stored.folder
+        wrong = ""
+        if state.remove != "fifo":
+            wrong = f"with remove={state.remove!r}: rows lie in any order there"
+        elif self.stored.manifest.options.get("compress"):
+            wrong = "with compress: rows are not told apart without unpacking all"
+        if wrong:
+            raise UsageError(f"{where}: was saved {wrong}; resume(step=...) goes on from an older generation of it")
+
+    def result(self) -> SavedRows:
+        state = self.state
+        oldest = state.added - state.size
+        arrays, there = self._read(oldest)
+        values = read_values(self.stored)
+        if state.dropped:
+            there &= state.coming_back(values, arrays[EPISODE])
+        kept = np.flatnonzero(there)
+        first = state.added - len(kept)
+        missing, gone = state.held - len(kept), state.size - len(kept)
+        if gone and self.state.next_obs_columns is not None:
+            raise UsageError(
+                f"{self.stored.folder}: was saved with share_next_obs, and {gone} rows are gone: the last before a "
+                "gap has no next observation. resume(step=...) goes on from an older generation"
+            )
+        state, split = self._joined(arrays, there, kept, first)
+        kept_values = _written(values, there, oldest, first) if gone else dict(values)
+        if gone and state.selection in ("", "uniform", "prioritized"):
+            kept_values |= _of_selection(values, there)
+        elif gone:
+            self._forget_selection(state, told=missing > 0)
+        state.size = len(kept)
+        rows = {name: each[kept] for name, each in arrays.items()}
+        return SavedRows(
+            stored=self.stored,
+            left_out={},
+            state={"state": msgspec.to_builtins(state), "values": kept_values, "rows": rows},
+            kept=len(kept),
+            missing=missing,
+            split=split,
+            losses=self.losses,
+            usable=0,
+            unusable=0,
+        )
+
+    def _read(self, oldest: int) -> tuple[dict[str, Ints], Ints]:
+        """Return columns and marks of all rows that there were, and which of them are whole."""
+        state, schema = self.state, self.state.schema
+        there = np.zeros(state.size, bool)
+        if schema is None:
+            return {}, there
+        arrays = {each.name: np.zeros((state.size, *each.shape), each.bits) for each in schema.columns}
+        arrays |= {name: np.zeros(state.size, MARKS[name]) for name in KEPT_MARKS}
+        blocks = {block.first: block for block in read_blocks(os.path.join(self.stored.folder, BLOCKS_FILE))}
+        needed = [block for block in blocks.values() if block.first + block.count > oldest]
+        reader = PayloadReader(self.layout, self.tag, forgiving=True)
+        gone: list[tuple[Block, Damaged]] = []
+        for place, found in reader.each(block.place for block in needed):
+            block = blocks[place[0]]
+            path = self.layout.segment(*block.segment_key)
+            try:
+                if isinstance(found, Damaged):
+                    raise found
+                given = decode_block(found, schema, block.count, f"{path} at byte {block.offset}")
+            except Damaged as error:
+                gone.append((block, error))
+                continue
+            begin = max(oldest, block.first)
+            end = min(state.added, block.first + block.count)
+            for name, array in arrays.items():
+                array[begin - oldest : end - oldest] = given[name][begin - block.first : end - block.first]
+            there[begin - oldest : end - oldest] = True
+        for block, wrong in sorted(gone, key=lambda each: each[0].first):
+            self._note(block, wrong, oldest, there)
+        return arrays, there
+
+    def _note(self, block: Block, error: Damaged, oldest: int, there: Ints) -> None:
+        begin, end = max(oldest, block.first), min(self.state.added, block.first + block.count)
+        absent = int((~there[begin - oldest : end - oldest]).sum())
+        path = self.layout.segment(*block.segment_key)
+        self.losses.append(
+            Loss(
+                path=os.path.relpath(path, self.layout.directory),
+                offset=block.offset,
+                bytes=block.length,
+                what=str(error),
+                lost=f"rows {begin} to {end - 1}, {absent} of which are in no other block",
+            )
+        )
+
+    def _forget_selection(self, state: BufferState, *, told: bool) -> None:
+        what = f"how far its order was: the selection, {state.selection}, begins anew"
+        where = os.path.relpath(self.stored.folder, self.layout.directory)
+        if told:  # a resume forgets it where rows were dropped
+            self.losses.append(Loss(path=where, what="it is of rows that are gone", lost=what))
+        state.selection, state.selector = "", {}
+
+    def _joined(self, arrays: dict[str, Ints], there: Ints, kept: Ints, first: int) -> tuple[BufferState, int]:
+        """Give the rows that are kept their new marks; return the state that goes with them, and how many episodes go
+        on as another one."""
+        state = msgspec.structs.replace(self.state, dropped={})
+        if len(kept) == state.size:
+            return state, 0
+        if not len(kept):
+            state.open_episodes, state.cut_keys, state.truncated_keys = [], [], []
+            return state, 0
+        now = np.cumsum(there) - 1  # by place among all, the place among those that are kept
+        before = np.arange(state.size) - arrays[BEHIND].astype(np.int64)
+        led = there & (arrays[BEHIND] > 0) & (before >= 0)
+        led[led] = there[before[led]]
+        follows = np.zeros(state.size, bool)
+        follows[before[led]] = True  # rows that another one follows
+        parts = _parts(kept, led, before)
+        numbers, number = np.unique(parts, return_inverse=True)
+        split = len(numbers) - len(np.unique(arrays[EPISODE][kept]))
+        state.next_episode += split
+        arrays[PLACE][kept] -= arrays[PLACE][kept[parts]]
+        arrays[EPISODE][kept] = state.next_episode - len(numbers) + number
+        arrays[BEHIND][~led] = 0
+        arrays[BEHIND][led] = (now[led] - now[before[led]]).astype(arrays[BEHIND].dtype)
+        self._end(state, arrays, there, follows, now, first)
+        return state, split
+
+    def _end(
+        self, state: BufferState, arrays: dict[str, Ints], there: Ints, follows: Ints, now: Ints, first: int
+    ) -> None:
+        """Say of every episode that has no end where it was left, or that it goes on."""
+        oldest = self.state.added - self.state.size
+
+        def kept(key: int) -> bool:
+            return key >= oldest and bool(there[key - oldest])
+
+        goes_on = {key: env for env, key, _, _ in state.open_episodes if kept(key)}
+        state.open_episodes = [
+            [env, first + int(now[key - oldest]), int(arrays[EPISODE][key - oldest]), int(arrays[PLACE][key - oldest])]
+            for key, env in goes_on.items()
+        ]
+        left = there & ~follows & (arrays[END] == OPEN)
+        truncated = [key - oldest for key in state.truncated_keys if kept(key)]
+        left[[*truncated, *(key - oldest for key in goes_on)]] = False
+        left[[key - oldest for key in state.cut_keys if kept(key)]] = True
+        state.cut_keys = (first + now[left]).tolist()
+        state.truncated_keys = [first + int(now[at]) for at in truncated]
+
+
+def _parts(kept: Ints, led: Ints, before: Ints) -> Ints:
+    """Return of every row that is kept where, among those, the part of its episode begins that it is in."""
+    place = np.full(len(led), -1, np.int64)
+    place[kept] = np.arange(len(kept))
+    leader = np.where(led[kept], place[np.maximum(before[kept], 0)], np.arange(len(kept)))
+    while True:  # each round doubles how far back is looked
+        further = leader[leader]
+        if (further == leader).all():
+            return leader
+        leader = further
+
+
+def _of_selection(values: Mapping[str, Ints], there: Ints) -> dict[str, Ints]:
+    """Return what the selection has of the rows that are kept."""
+    return {
+        name: each[there] if len(each) == len(there) else each
+        for name, each in values.items()
+        if name.startswith("selector.")
+    }
+
+
+def _written(values: Mapping[str, Ints], there: Ints, oldest: int, first: int) -> dict[str, Ints]:
+    """Return what was written back into the rows that are kept, by their new keys."""
+    now = first + np.cumsum(there) - 1
+    found: dict[str, Ints] = {}
+    for name, keys in values.items():
+        if not (name.startswith("written.") and name.endswith(".keys.int64")):
+            continue
+        inside = (keys >= oldest) & (keys < oldest + len(there))
+        inside[inside] = there[keys[inside] - oldest]
+        found[name] = now[keys[inside] - oldest]
+        prefix = name.removesuffix("keys.int64") + "values."
+        for other, each in values.items():
+            if other.startswith(prefix) and len(keys):
+                found[other] = each.reshape(len(keys), -1)[inside].reshape(-1)
+            elif other.startswith(prefix):
+                found[other] = each
+    return found
+
+
+def write_rows(saved: SavedRows, directory: str, *, origin: str, called: str, files: FilesLike | None = None) -> str:
+    """Save what is whole as the first generation of a run in ``directory``, which is absent or empty and will be called
+    ``called``. Returns the new run's id. Blocks.
+
+    Raises:
+        WriteFailed: it could not be written.
+        Damaged: a file of the trainer's was whole a moment ago.
+    """
+    manifest = saved.stored.manifest
+    options = {name: value for name, value in manifest.options.items() if name in _NEEDED}
+    with ReplayBuffer(manifest.options["capacity"], directory=directory, files=files, **options) as buffer:
+        buffer.load_state_dict(saved.state, continue_episodes=True)
+        trainer = [info for info in manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
+        trainer = [info for info in trainer if info.path not in saved.left_out]
+        names = {os.path.splitext(os.path.basename(info.path))[0] for info in trainer}
+        like = Stored(saved.stored.folder, msgspec.structs.replace(manifest, files=trainer))
+        saver = buffer._saver
+        store = saver.begin()
+        generation = store.begin(manifest.step, (), [each for each in manifest.attached if each in names], like=like)
+        generation.manifest = msgspec.structs.replace(
+            generation.manifest,
+            reason="salvage",
+            origin=origin,
+            left_out={path: f"damaged when the run was salvaged: {why}" for path, why in saved.left_out.items()},
+            options={**manifest.options, "directory": called},
+            external=manifest.external,
+        )
+        with buffer.gate.lock:
+            job = saver._job(buffer._own)
+        check_generation(store.commit(generation, job, {}))  # it was copied from a disk that may have faults
+        return store.folder.run_id

@@ -1,0 +1,190 @@
+"""Finished groups of one or more pipelines to one or more new runs: what merging and splitting of them have in common.
+
+A group has an id: the part that it belongs to, and the uid that it had there. It comes as one that was made elsewhere
+and put into the run by hand: it is handed out as others are, and what the new run draws of its sources does not hang on
+it.
+What was not finished is no group yet, and is left out; and so is what was trained, as nothing of it need be there, and
+what a resume would set aside.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.checkpoint.gathering import Gathered, gather
+from pipeline.checkpoint.generations import check_generation
+from pipeline.checkpoint.lines import discards
+from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE, MadeOf
+from pipeline.checkpoint.survey import survey
+from pipeline.errors import ConfigError, Damaged
+from pipeline.ledger import BUFFERED, FINISHED, LEASED, Entry
+from pipeline.locations import Location
+from pipeline.store.files import open_plain
+from pipeline.store.segments import PayloadReader, Place
+from pipeline.tools.kept_rows import KEY_FILE, PART_FILE
+from pipeline.tools.made import Made
+from pipeline.tools.sources import Source, left_out_of, named
+
+Ints = np.ndarray
+UID_FILE, ORDER_FILE = "origin/uid.int64", "origin/order.int64"
+"""By group, by rising uid: its uid; and where it stood in the order in which groups had finished in its part."""
+
+
+class Groups:
+    """The finished groups of one run."""
+
+    def __init__(self, source: Source) -> None:
+        """Raises:
+        ConfigError: its rollouts fill a buffer.
+        Damaged: something is missing or was changed.
+        """
+        self.source = source
+        manifest = source.stored.manifest
+        there = {info.path for info in manifest.files}
+        if BLOCKS_FILE in there:
+            raise ConfigError(
+                f"{source.directory}: the rollouts of this run fill a buffer of transitions, and such runs cannot be "
+                "merged or split yet",
+                option="runs",
+            )
+        check_generation(source.stored)
+        self.gathered = _gathered(source)
+        fold = self.gathered.fold
+        entries = sorted(fold.ledger.entries.values(), key=lambda entry: entry.uid)
+        self.entries = [entry for entry in entries if entry.state in (BUFFERED, LEASED)]
+        self.unfinished = len(entries) - len(self.entries)
+        self.places = fold.places.places
+        self.reader = PayloadReader(source.layout, source.tag)
+        self.parts = [source.part()]
+        self.part: Ints = np.zeros(len(self.entries), np.int64)
+        self.number: Ints = np.array([entry.uid for entry in self.entries], np.int64)
+        self.order: Ints = np.array([entry.order for entry in self.entries], np.int64)
+        if PART_FILE in there and KEY_FILE in there:
+            self._made_of(list(manifest.made_of))
+
+    def _made_of(self, parts: list[MadeOf]) -> None:
+        """Take in where the groups had been; those that came since have been here alone."""
+        known = self._values(UID_FILE)
+        at = np.minimum(np.searchsorted(known, self.number), max(0, len(known) - 1))
+        if not len(known) or not np.array_equal(known[at], self.number):
+            return  # a process has gone on with it
+        self.parts = parts
+        self.part = self._values(PART_FILE)[at]
+        self.order = self._values(ORDER_FILE)[at]
+        self.number = self._values(KEY_FILE)[at]
+
+    def _values(self, path: str) -> Ints:
+        with open_plain(os.path.join(self.source.stored.folder, path)) as file:
+            return np.frombuffer(file.read(), path.rpartition(".")[2]).astype(np.int64)
+
+    def payloads(self, entry: Entry) -> list[Place]:
+        """Return where the members of a group lie.
+
+        Raises:
+            Damaged: one lies nowhere.
+        """
+        found = []
+        for member, status in enumerate(entry.members):
+            if status == FINISHED:
+                place: Location | None = self.places.get(entry.uid, {}).get(member)
+                if place is None or place.segment < 0:
+                    raise Damaged(
+                        f"{self.source.directory}: member {member} of group {entry.uid} was never written, as the run "
+                        "keeps its rollouts in memory (durability='none')"
+                    )
+                found.append((entry.uid, member, place))
+        return found
+
+
+def _gathered(source: Source) -> Gathered:
+    _, candidates, _ = survey(source.layout)
+    number = source.stored.manifest.generation
+    chosen = next(each for each in candidates if each.manifest is not None and each.number == number)
+    faults = list(chosen.faults.values())
+    if chosen.half is not None and not faults:
+        discard = discards(source.stored.manifest)
+        found = gather(source.layout, source.tag, source.run_id, chosen, candidates, discard=discard)
+        faults = [loss.what for loss in found.losses]
+        if not faults:
+            return found
+    raise Damaged(f"{faults[0] if faults else source.directory}. forebay salvage makes a run of what is whole")
+
+
+class EveryGroup(NamedTuple):
+    """All that is read, in its order.
+
+    Attributes:
+        runs: they.
+        parts: what names groups, in the order in which those of one uid come.
+        run, at: [n] which of the runs each group is of, and where it stands there.
+        part, uid, order: [n] what names it, and where it stood among the groups of its part.
+    """
+
+    runs: list[Groups]
+    parts: list[MadeOf]
+    run: Ints
+    at: Ints
+    part: Ints
+    uid: Ints
+    order: Ints
+
+    def entry(self, place: int) -> tuple[Groups, Entry]:
+        """Return a group, and its run."""
+        run = self.runs[int(self.run[place])]
+        return run, run.entries[int(self.at[place])]
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What is not taken over, and why."""
+        notes = left_out_of(run.source for run in self.runs)
+        unfinished = sum(run.unfinished for run in self.runs)
+        if unfinished:
+            notes["items"] = f"{unfinished} that were drawn and have not finished, or wait for a reward"
+        return notes
+
+
+def every_group(sources: Sequence[Source]) -> EveryGroup:
+    """Read what there is.
+
+    Raises:
+        ConfigError: two runs have a group in common, or one has a buffer of transitions.
+        Damaged: something is missing or was changed.
+    """
+    runs = [Groups(source) for source in sources]
+    found = named("group", runs)
+    begins = np.cumsum([0, *(len(each.order) for each in runs)])
+    order = np.concatenate([each.order for each in runs])[begins[found.run] + found.at]
+    return EveryGroup(runs, found.parts, found.run, found.at, found.part, found.number, order)
+
+
+def told_of(every: EveryGroup, taken: Ints, directory: str) -> Made:
+    """Return what a new run would be."""
+    places = np.flatnonzero(taken).tolist()
+    lengths = [at.length for place in places for _, _, at in _payloads(every, place)]
+    uids = uids_of(every, taken)
+    return Made(
+        directory=directory,
+        kind=PIPELINE,
+        step=max(run.source.stored.manifest.step for run in every.runs),
+        units=len(places),
+        rows=len(lengths),
+        bytes=sum(lengths),
+        renumbered=int((uids != every.uid[taken]).sum()),
+        left_out=every.left_out,
+        made_of=every.parts,
+    )
+
+
+def _payloads(every: EveryGroup, place: int) -> Iterable[Place]:
+    run, entry = every.entry(place)
+    return run.payloads(entry)
+
+
+def uids_of(every: EveryGroup, taken: Ints) -> Ints:
+    """Return the uids that groups get: those that they have, or, where two have one, new ones from 0 on."""
+    uids = np.array([every.entry(place)[1].uid for place in np.flatnonzero(taken).tolist()], np.int64)
+    return uids if len(np.unique(uids)) == len(uids) else np.arange(len(uids))

@@ -1,0 +1,225 @@
+"""Transitions out of a run, block by block: of a buffer, of all its shards, or of the buffer that a pipeline's rollouts
+fill, as a generation holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import decode_block
+from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.compressed import unpacked
+from pipeline.buffer.transitions.layout import BEHIND
+from pipeline.checkpoint.generations import Stored
+from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS
+from pipeline.config import Fields
+from pipeline.errors import ConfigError, Damaged
+from pipeline.replay.loading import read_values
+from pipeline.replay.moving import written_of
+from pipeline.replay.pooling import block_of
+from pipeline.replay.shards import shard_of
+from pipeline.replay.state import BufferState, Ends, read_buffer_state
+from pipeline.store.layout import Layout
+from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
+from pipeline.tools.interchange.next_obs_out import NextObsOut
+from pipeline.tools.interchange.runs import Opened
+from pipeline.tools.interchange.streams import (
+    END,
+    EPISODE,
+    KEY,
+    PLACE,
+    PRIORITY,
+    RANK,
+    VERSION,
+    Rows,
+    Transitions,
+)
+
+_MARKS = (EPISODE, PLACE, VERSION, END)
+_PRIORITIES = "selector.priorities"
+
+
+class _Buffer(NamedTuple):
+    """A buffer, or a shard, as a generation says it."""
+
+    rank: int
+    state: BufferState
+    values: dict[str, np.ndarray]
+    blocks: list[Block]
+    fields: Fields
+    listed: dict[str, np.ndarray]
+    """The list of its episodes, under the names of its files."""
+    written: list[tuple[str, np.ndarray, np.ndarray]]
+    """What was changed of its rows later: column, keys in order, values."""
+
+    @property
+    def prioritized(self) -> bool:
+        return _PRIORITIES in self.values
+
+    @property
+    def pooled(self) -> bool:
+        """Whether rows lie in any order."""
+        return self.state.remove != "fifo"
+
+
+def transitions_of(opened: Opened) -> Transitions:
+    """Return every row of a generation.
+
+    Raises:
+        ConfigError: nothing was ever added.
+        Damaged: a file is damaged.
+    """
+    stored = opened.stored
+    ranks = range(stored.manifest.world_size) if stored.manifest.kind == SHARDS else ()
+    buffers = [_buffer(shard_of(stored, rank), rank) for rank in ranks] or [_buffer(stored, -1)]
+    having = [each for each in buffers if each.state.columns is not None]
+    if not having:
+        raise ConfigError(f"{opened.layout.directory}: nothing was ever added to the buffer, so it has no columns")
+    schemas = [_schema(each) for each in having]
+    for one, other in pairwise(schemas):
+        if one != other:
+            raise Damaged(f"{stored.folder}: the shards have different columns: {one} and {other}")
+    prioritized = all(each.prioritized for each in having if each.state.size)
+    marks = (KEY, *_MARKS, *((PRIORITY,) if prioritized else ()), *((RANK,) if ranks else ()))
+    first = having[0].state
+    single = not ranks and not having[0].pooled and not first.dropped
+    about = msgspec.structs.replace(
+        opened.about,
+        capacity=sum(each.state.capacity for each in having),
+        contiguous=single,
+        next_key=first.added if single else 0,
+        next_episode=first.next_episode if single else 0,
+        open_episodes=first.open_episodes if single else [],
+        priority_alpha=float(first.selector.get("alpha", 1.0)) if prioritized else None,
+    )
+
+    def batches() -> Iterator[Rows]:
+        for buffer in having:
+            yield from _Reading(opened.layout, opened.tag, buffer, marks).batches()
+
+    return Transitions(
+        schemas[0],
+        marks,
+        about,
+        batches,
+        sum(block.length for each in having for block in each.blocks),
+        sum(each.state.held for each in having),
+    )
+
+
+def _buffer(stored: Stored, rank: int) -> _Buffer:
+    state, _ = read_buffer_state(stored.folder)
+    given = read_values(stored)
+    values = {name.rpartition(".")[0]: each for name, each in given.items()}
+    listed = {name: each for name, each in given.items() if name.startswith("episodes.")}
+    blocks = read_blocks(f"{stored.folder.rstrip('/')}/{BLOCKS_FILE}")
+    fields = Fields.of(stored.manifest.options.get("fields"))
+    blocks = needed_blocks(blocks, state.added - state.size if state.remove == "fifo" else 0)
+    return _Buffer(rank, state, values, blocks, fields, listed, written_of(state, given))
+
+
+def _schema(buffer: _Buffer) -> Schema:
+    schema = buffer.state.schema
+    assert schema is not None
+    more = buffer.state.next_obs_columns or ()
+    return Schema(tuple(sorted((*schema.columns, *more), key=lambda column: column.name)))
+
+
+class _Reading:
+    """Reads the rows of one buffer."""
+
+    def __init__(self, layout: Layout, tag: int, buffer: _Buffer, marks: tuple[str, ...]) -> None:
+        self._layout, self._reader, self._buffer, self._marks = layout, PayloadReader(layout, tag), buffer, marks
+        self._ends = Ends(buffer.state)
+
+    def batches(self) -> Iterator[Rows]:
+        """Yield all rows that come back."""
+        state, listed = self._buffer.state, self._buffer.listed
+        for rows in self._there():
+            back = state.coming_back(listed, rows.marks[EPISODE])
+            if back.all():
+                yield rows
+            elif back.any():
+                columns, marks = ({name: each[back] for name, each in of.items()} for of in (rows.columns, rows.marks))
+                yield Rows(columns, marks)
+
+    def _there(self) -> Iterator[Rows]:
+        state = self._buffer.state
+        found = self._pooled() if self._buffer.pooled else self._in_order()
+        if state.next_obs_columns is None:
+            yield from (rows for rows, _ in found)
+            return
+        table = _of_part(self._buffer.values, "next_obs")
+        yield from NextObsOut(state.next_obs_columns, self._buffer.fields, table, self._layout.directory).filled(found)
+
+    def _in_order(self) -> Iterator[tuple[Rows, np.ndarray]]:
+        state = self._buffer.state
+        oldest = due = state.added - state.size
+        for block in self._buffer.blocks:
+            low, high = max(block.first, due), min(block.first + block.count, state.added)
+            if block.first > due:
+                raise Damaged(f"{self._layout.directory}: rows from key {due} to {block.first} are in no block")
+            if low >= high:
+                continue
+            arrays = self._arrays(block)
+            keys = np.arange(low, high)
+            part = {name: array[low - block.first : high - block.first] for name, array in arrays.items()}
+            yield self._rows(part, keys, keys - oldest), part[BEHIND]
+            due = high
+        if due < state.added:
+            raise Damaged(f"{self._layout.directory}: rows from key {due} to {state.added} are in no block")
+
+    def _pooled(self) -> Iterator[tuple[Rows, np.ndarray]]:
+        """Yield rows that lie in any order, by their places on the disk."""
+        values, blocks = self._buffer.values, self._buffer.blocks
+        order = np.argsort(values["pool.at"], kind="stable")
+        at, keys = values["pool.at"][order], values["pool.keys"][order]
+        of = block_of(at, blocks)
+        if (of < 0).any():
+            raise Damaged(f"{self._layout.directory}: {int((of < 0).sum())} rows are in no block")
+        for number in np.unique(of).tolist():
+            which = np.flatnonzero(of == number)
+            arrays, places = self._arrays(blocks[number]), at[which] - blocks[number].first
+            part = {name: array[places] for name, array in arrays.items()}
+            yield self._rows(part, keys[which], order[which]), part[BEHIND]
+
+    def _arrays(self, block: Block) -> Arrays:
+        ((_, found),) = self._reader.each([block.place])
+        if isinstance(found, Damaged):
+            raise found
+        schema = self._buffer.state.schema
+        assert schema is not None
+        where = f"{self._layout.segment(*block.segment_key)} at byte {block.offset}"
+        arrays = decode_block(found, schema, block.count, where)
+        for column in schema.columns:
+            if arrays[column.name].dtype == object:
+                arrays[column.name] = unpacked(arrays[column.name], column.shape, column.bits)
+        return arrays
+
+    def _rows(self, arrays: Arrays, keys: np.ndarray, places: np.ndarray) -> Rows:
+        """Return rows of a block, with what was changed since; ``places`` is where each stands among all."""
+        schema = self._buffer.state.schema
+        assert schema is not None
+        columns = {column.name: arrays[column.name] for column in schema.columns}
+        for name, changed, values in self._buffer.written:
+            at = np.searchsorted(changed, keys)
+            at[at == len(changed)] = 0
+            which = np.flatnonzero(changed[at] == keys) if len(changed) else np.empty(0, np.int64)
+            if len(which):
+                columns[name] = columns[name].copy()
+                columns[name][which] = values[at[which]]
+        marks: dict[str, Any] = {KEY: keys, **{name: arrays[name] for name in _MARKS}}
+        marks[END] = self._ends.of(keys, marks[END])
+        if PRIORITY in self._marks:
+            marks[PRIORITY] = self._buffer.values[_PRIORITIES][places]
+        if RANK in self._marks:
+            marks[RANK] = np.full(len(keys), self._buffer.rank, np.int32)
+        return Rows(columns, marks)
+
+
+def _of_part(values: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
+    return {name[len(part) + 1 :]: each for name, each in values.items() if name.startswith(f"{part}.")}

@@ -1,0 +1,310 @@
+"""The rows of one buffer of transitions on the disk, in the order of their keys and block by block.
+
+Each row has an id: the part that it belongs to, and the key that it had there. The part is the run itself, or a shard
+of it; of a run that a tool made, part and key of each row lie beside the rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
+from pipeline.buffer.transitions.checked import CheckedBlock, Columns
+from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.compressed import unpacked
+from pipeline.buffer.transitions.layout import END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.checkpoint.generations import Stored, check_generation
+from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, MadeOf
+from pipeline.errors import ConfigError, Damaged
+from pipeline.replay.loading import blocks_of, read_values
+from pipeline.replay.moving import write_back_into, written_of
+from pipeline.replay.shards import shard_of
+from pipeline.replay.state import VALUES_FOLDER, BufferState, Ends, read_buffer_state
+from pipeline.store.files import plain_handle
+from pipeline.store.held import HeldSegments
+from pipeline.store.segments import Block, needed_blocks
+from pipeline.tools.sources import Source, check_columns
+
+Ints = np.ndarray
+PART_FILE, KEY_FILE, EPISODES_FILE = "origin/part.int32", "origin/key.int64", "origin/episodes.int64"
+"""By row: which of the manifest's ``made_of`` it is of, and its key there; by episode: its number, part and number
+there."""
+_LISTED = "episodes.number.int64"
+
+
+class ValuesFile:
+    """An array on the disk, of which parts are read."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self._path, self._dtype = path, np.dtype(dtype)
+        self._handle = -1  # until it is opened
+        self._handle = plain_handle(path)
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """Return ``count`` values from ``begin`` on.
+
+        Raises:
+            Damaged: there are fewer.
+        """
+        size = self._dtype.itemsize
+        raw = b""
+        while (left := count * size - len(raw)) and (more := os.pread(self._handle, left, begin * size + len(raw))):
+            raw += more
+        if len(raw) < count * size:
+            raise Damaged(f"{self._path}: ends at value {begin + len(raw) // size}. Restore the file from a copy")
+        return np.frombuffer(raw, self._dtype)
+
+    def __del__(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+
+
+class Chunk(NamedTuple):
+    """Some rows, [n, ...] each, in the order of their keys.
+
+    Attributes:
+        arrays: columns and marks by name.
+        part, key: what names each row.
+        extras: what the selection has of each.
+    """
+
+    arrays: Arrays
+    part: Ints
+    key: Ints
+    extras: list[np.ndarray]
+
+    def at(self, places: Ints | slice) -> Chunk:
+        """Return those at some places."""
+        return Chunk(
+            {name: each[places] for name, each in self.arrays.items()},
+            self.part[places],
+            self.key[places],
+            [each[places] for each in self.extras],
+        )
+
+
+class EpisodesThere(NamedTuple):
+    """The episodes of which rows are there, by column [n], by rising number.
+
+    Attributes:
+        number: that which the rows' marks have.
+        part, origin: what names each: its part, and its number there.
+        rows: how many are there.
+        place: of the first of them.
+        first: where that lies among the rows, oldest first.
+        version: of the weights that made it.
+        met: whether a condition is met by one of its rows.
+    """
+
+    number: Ints
+    part: Ints
+    origin: Ints
+    rows: Ints
+    place: Ints
+    first: Ints
+    version: Ints
+    met: Ints
+
+
+class RowsOnDisk:
+    """See the module. What is read is checked; blocks that were opened stay readable whoever removes their files."""
+
+    def __init__(self, source: Source, stored: Stored, own: MadeOf) -> None:
+        """Args:
+        source: the run.
+        stored: the generation, or a shard as if it were one.
+        own: what names the rows, if nothing was made of the run before.
+
+        Raises:
+            Damaged: something is missing or was changed.
+            ConfigError: the rows are such that they cannot be moved.
+        """
+        check_generation(stored)
+        self.stored = stored
+        self.state, self.unknown = read_buffer_state(stored.folder)
+        check_movable(self.state, source.directory)
+        self.where = source.directory if own.shard < 0 else f"{source.directory}, shard {own.shard}"
+        self.schema = self.state.schema
+        self._kept = self._listed() if self.state.dropped else {}
+        self.oldest = self.state.added - self.state.size
+        blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), self.state)
+        self.blocks = needed_blocks(blocks, self.oldest) if self.state.size else []
+        self._held = HeldSegments(source.layout, source.tag, self.blocks, stored.manifest.segments)
+        self._there = {info.path for info in stored.manifest.files}
+        self.made = PART_FILE in self._there
+        self.parts = list(stored.manifest.made_of) if self.made else [own]
+        """What names the rows; :attr:`ranks` says where each stands among the parts of all that is read."""
+        self.ranks: Ints = np.zeros(len(self.parts), np.int64)
+        self._part_file = self._file(PART_FILE) if self.made else None
+        self._key_file = self._file(KEY_FILE) if self.made else None
+
+    @property
+    def size(self) -> int:
+        """How many rows there are: those that a save has dropped are not."""
+        return self.state.held
+
+    @property
+    def bytes(self) -> int:
+        """Of payloads that are read."""
+        return sum(block.length for block in self.blocks)
+
+    def _file(self, path: str) -> ValuesFile:
+        return ValuesFile(os.path.join(self.stored.folder, path), path.rpartition(".")[2])
+
+    def _listed(self) -> dict[str, np.ndarray]:
+        """Return the list of the episodes that a save has not dropped, under its name, if it is there."""
+        path = f"{VALUES_FOLDER}/{_LISTED}"
+        size = next((info.bytes for info in self.stored.manifest.files if info.path == path), None)
+        return {} if size is None else {_LISTED: self._file(path).read(0, size // 8)}
+
+    def chunks(self, extras: Sequence[str] = ()) -> Iterator[Chunk]:
+        """Yield all rows, block by block; what is yielded is valid until the next is asked for. Blocks."""
+        if self.schema is None:
+            return
+        files = [self._file(f"values/{name}") for name in extras]
+        written, ends = written_of(self.state, self._written_values()), Ends(self.state)
+        for block, keep, at in self._ranges():
+            arrays = decode_block(self._held.payload(block), self.schema, block.count, self._held.where(block))
+            arrays = {name: self._dense(name, array[keep]) for name, array in arrays.items()}
+            keys = np.arange(block.first, block.first + block.count)[keep]
+            write_back_into(arrays, keys, written)
+            arrays[END] = ends.of(keys, arrays[END])
+            chunk = Chunk(arrays, *self._ids(at, keys), [file.read(at, len(keys)) for file in files])
+            yield chunk if not self.state.dropped else chunk.at(self._coming_back(arrays[EPISODE]))
+
+    def _dense(self, name: str, array: np.ndarray) -> np.ndarray:
+        if array.dtype != object or self.schema is None:
+            return array
+        column = self.schema.column(name)
+        return unpacked(array, column.shape, column.bits)
+
+    def _coming_back(self, episodes: Ints) -> Ints:
+        """Return which rows, by the episode of each, a save has not dropped."""
+        return np.flatnonzero(self.state.coming_back(self._kept, episodes))
+
+    def _written_values(self) -> dict[str, np.ndarray]:
+        """Return what was written back; other values are read as they are wanted."""
+        files = [info for info in self.stored.manifest.files if info.path.startswith("values/written.")]
+        return read_values(Stored(self.stored.folder, msgspec.structs.replace(self.stored.manifest, files=files)))
+
+    def _ids(self, at: int, keys: Ints) -> tuple[Ints, Ints]:
+        if self._part_file is None or self._key_file is None:
+            return np.full(len(keys), self.ranks[0]), keys
+        return self.ranks[self._part_file.read(at, len(keys))], self._key_file.read(at, len(keys))
+
+    def _ranges(self) -> Iterator[tuple[Block, slice, int]]:
+        """Yield each block, which of its rows count, and where the first of them lies among all."""
+        expected = self.oldest
+        for block in self.blocks:
+            end = min(block.first + block.count, self.state.added)
+            if end > expected:
+                yield block, slice(expected - block.first, end - block.first), expected - self.oldest
+                expected = end
+
+    # -- episodes ----------------------------------------------------------------------------------------------
+
+    def episodes(self, names: Sequence[str] = (), met: object = None) -> EpisodesThere:
+        """Return which episodes have rows there. Their marks are read, and no columns but those of ``names``, which
+        ``met`` is called with: arrays by name, and how many rows; it returns [n] bool."""
+        found: list[tuple[Ints, ...]] = []
+        for arrays, at in self._marks(names):
+            there = self._coming_back(arrays[EPISODE])
+            arrays = {name: each[there] for name, each in arrays.items()}
+            number = arrays[EPISODE]
+            episode, first, of = np.unique(number, return_index=True, return_inverse=True)
+            hits = np.zeros(len(episode), bool)
+            if callable(met):
+                hits[of[np.asarray(met(arrays, len(number)), bool)]] = True
+            rows = np.bincount(of, minlength=len(episode))
+            found.append((episode, rows, arrays[PLACE][first], at + there[first], arrays[VERSION][first], hits))
+        columns = [np.concatenate(each) for each in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 6
+        number, begin, of = np.unique(columns[0], return_index=True, return_inverse=True)
+        rows, hits = np.zeros(len(number), np.int64), np.zeros(len(number), bool)
+        np.add.at(rows, of, columns[1])
+        np.logical_or.at(hits, of, columns[5].astype(bool))
+        part, origin = self._origins(number)
+        place, first, version = (each[begin].astype(np.int64) for each in columns[2:5])
+        return EpisodesThere(number, part, origin, rows, place, first, version, hits)
+
+    def _origins(self, number: Ints) -> tuple[Ints, Ints]:
+        if not self.made:
+            return np.full(len(number), self.ranks[0]), number
+        count = next(info.bytes for info in self.stored.manifest.files if info.path == EPISODES_FILE) // 24
+        known = self._file(EPISODES_FILE).read(0, 3 * count).reshape(count, 3)
+        known = known[np.argsort(known[:, 0])]
+        at = np.minimum(np.searchsorted(known[:, 0], number), count - 1)
+        if len(number) and not np.array_equal(known[at, 0], number):
+            raise Damaged(f"{self.where}: holds rows of episodes of which it is not said where they came from")
+        return self.ranks[known[at, 1]], known[at, 2]
+
+    def _marks(self, names: Sequence[str]) -> Iterator[tuple[Arrays, int]]:
+        if self.schema is None:
+            return
+        written = [each for each in written_of(self.state, self._written_values()) if each[0] in names]
+        wanted: Columns = {each.name: (each.bits, each.shape) for each in self.schema.columns if each.name in names}
+        wanted = {**wanted, **{name: (MARKS[name], ()) for name in KEPT_MARKS}}
+        for block, keep, at in self._ranges():
+            if block.sums < 0:
+                payload = self._held.payload(block)
+                arrays = decode_block(payload, self.schema, block.count, self._held.where(block))
+                arrays = {name: arrays[name][keep] for name in wanted}
+            else:
+                checked = CheckedBlock(
+                    self._held.reader(block), block.length, block.sums, wanted, block.count, self._damaged(block)
+                )
+                arrays = checked.read(keep, checked.ranges(keep, wanted))
+            write_back_into(arrays, np.arange(block.first + keep.start, block.first + keep.stop), written)
+            yield arrays, at
+
+    def _damaged(self, block: Block) -> Callable[[int], Damaged]:
+        return lambda at: self._held.damaged(block, at)
+
+
+def rows_of(source: Source) -> list[RowsOnDisk]:
+    """Return the rows of a source: one, or one for each shard.
+
+    Raises:
+        ConfigError: they cannot be moved.
+        Damaged: something is missing or was changed.
+    """
+    manifest = source.stored.manifest
+    if manifest.kind != SHARDS:
+        return [RowsOnDisk(source, source.stored, source.part())]
+    if [each.rank for each in manifest.shards] != list(range(manifest.world_size)):
+        raise Damaged(f"{source.stored.folder}: {manifest.world_size} ranks wrote it, and shards are listed of others")
+    found = []
+    for rank in range(manifest.world_size):
+        shard = shard_of(source.stored, rank)
+        if not shard.manifest.files:
+            raise Damaged(f"{source.stored.folder}: the shard of rank {rank} is missing. Restore it from a copy")
+        found.append(RowsOnDisk(source, shard, source.part(rank)))
+    return found
+
+
+def check_movable(state: BufferState, where: str) -> None:
+    """Refuse rows that cannot be taken out of their buffer.
+
+    Raises:
+        ConfigError: the message names the option that they were saved with.
+    """
+    why = f"{where}: such rows cannot be merged, split or resharded yet; load them with the options that they had"
+    if state.remove != "fifo":
+        raise ConfigError.of("remove", state.remove, why)
+    if state.next_obs_columns is not None:
+        raise ConfigError.of("share_next_obs", True, why)
+
+
+def common_schema(every: Sequence[RowsOnDisk]) -> Schema | None:
+    """Return the columns that all have which have rows.
+
+    Raises:
+        ConfigError: they differ; the column is named.
+    """
+    having = [each for each in every if each.schema is not None]
+    check_columns("column", [(each.where, each.state.columns or ()) for each in having])
+    return having[0].schema if having else None

@@ -1,0 +1,98 @@
+"""Several streams of rows as one, in the order of their ids: of each key, one part after the other.
+
+A stream is read block by block, and no more than a block of each is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.tools.kept_rows import Chunk
+
+Ints = np.ndarray
+
+
+class Mixed(NamedTuple):
+    """Some rows of all streams, in their order, and the stream of each."""
+
+    chunk: Chunk
+    stream: Ints
+
+
+class _Head:
+    """What is left of a stream's newest chunk."""
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks = chunks
+        self.chunk: Chunk | None = None
+        self.advance()
+
+    def advance(self) -> None:
+        self.chunk = next((chunk for chunk in self._chunks if len(chunk.key)), None)
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """The id of the last row that is known."""
+        assert self.chunk is not None
+        return int(self.chunk.key[-1]), int(self.chunk.part[-1])
+
+    def take(self, upto: tuple[int, int]) -> Chunk:
+        """Take the rows up to an id, that one included."""
+        chunk = self.chunk
+        assert chunk is not None
+        key, part = upto
+        begin, end = np.searchsorted(chunk.key, [key, key + 1])
+        count = int(begin) + int(np.searchsorted(chunk.part[begin:end], part, side="right"))
+        taken, left = chunk.at(slice(0, count)), chunk.at(slice(count, None))
+        self.chunk = left if len(left.key) else None
+        return taken
+
+
+def mixed(streams: Sequence[Iterator[Chunk]], told: Callable[[Ints, Ints], str]) -> Iterator[Mixed]:
+    """Yield the rows of all streams in the order of their ids; what is yielded is valid until the next is asked for.
+
+    Args:
+        streams: each in that order.
+        told: names a row that two streams have, by its part and key, for people.
+
+    Raises:
+        ConfigError: two streams have one row.
+    """
+    heads = [_Head(stream) for stream in streams]
+    before: tuple[int, int] | None = None
+    while True:
+        for head in heads:
+            if head.chunk is None:
+                head.advance()
+        going = [number for number, head in enumerate(heads) if head.chunk is not None]
+        if not going:
+            return
+        upto = min(heads[number].last for number in going)
+        parts = [(number, heads[number].take(upto)) for number in going]
+        parts = [(number, part) for number, part in parts if len(part.key)]
+        found = _joined(parts)
+        ids = found.chunk.key, found.chunk.part
+        twice = np.flatnonzero((np.diff(ids[0]) == 0) & (np.diff(ids[1]) == 0))
+        if len(twice) or before == (int(ids[0][0]), int(ids[1][0])):
+            at = int(twice[0]) if len(twice) else 0
+            raise ConfigError(told(ids[1][at], ids[0][at]), option="runs")
+        before = int(ids[0][-1]), int(ids[1][-1])
+        yield found
+
+
+def _joined(parts: Sequence[tuple[int, Chunk]]) -> Mixed:
+    if len(parts) == 1:
+        number, chunk = parts[0]
+        return Mixed(chunk, np.full(len(chunk.key), number))
+    stream = np.repeat([number for number, _ in parts], [len(chunk.key) for _, chunk in parts])
+    key = np.concatenate([chunk.key for _, chunk in parts])
+    part = np.concatenate([chunk.part for _, chunk in parts])
+    order = np.lexsort((part, key))
+    first = parts[0][1]
+    arrays = {name: np.concatenate([chunk.arrays[name] for _, chunk in parts])[order] for name in first.arrays}
+    extras = [np.concatenate([chunk.extras[at] for _, chunk in parts])[order] for at in range(len(first.extras))]
+    return Mixed(Chunk(arrays, part[order], key[order], extras), stream[order])

@@ -1,0 +1,122 @@
+"""One row of a buffer of transitions, or one trajectory, as it lies in its block."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import decode_block
+from pipeline.buffer.transitions.columns import Column
+from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE, TERMINATED, TRUNCATED, VERSION
+from pipeline.checkpoint.generations import Stored
+from pipeline.checkpoint.manifest import BLOCKS_FILE
+from pipeline.errors import ConfigError, Damaged
+from pipeline.replay.loading import read_values
+from pipeline.replay.shards import shard_of
+from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
+from pipeline.replay.trajectory_blobs import BlobLayout
+from pipeline.replay.trajectory_loading import read_infos
+from pipeline.replay.trajectory_state import STATE_FILE as TRAJECTORIES_FILE
+from pipeline.store.codec import tensor_of
+from pipeline.store.layout import Layout
+from pipeline.store.segments import Block, PayloadReader, read_blocks
+
+Found = tuple[dict[str, Any], dict[str, Any]]
+_ENDS = {0: "it went on", TERMINATED: "terminated", TRUNCATED: "truncated", CUT: "left where it was"}
+_SAFE = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+
+
+def row_of(layout: Layout, run_tag: int, stored: Stored, key: int, rank: int | None) -> Found:
+    """Return what is known of a row, and its columns.
+
+    Raises:
+        ConfigError: it is not there.
+        Damaged: its block is not whole.
+    """
+    stored = stored if rank is None else shard_of(stored, rank)
+    path = os.path.join(stored.folder, STATE_FILE)
+    state, _ = read_buffer_state(stored.folder)
+    place = _place(state, stored, key)
+    blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
+    block = next((each for each in reversed(blocks) if each.first <= place < each.first + each.count), None)
+    if block is None or state.schema is None:
+        raise Damaged(f"{path}: no block holds row {key}")
+    where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
+    arrays = decode_block(_payload(layout, run_tag, block), state.schema, block.count, where)
+    at = place - block.first
+    if not state.coming_back(read_values(stored) if state.dropped else {}, arrays[EPISODE][at : at + 1]).all():
+        raise ConfigError.of("--item", key, "the save dropped its episode, which was not whole: it does not come back")
+    end = int(Ends(state).of(np.array([key]), arrays[END][at : at + 1])[0])
+    facts = {
+        "episode": int(arrays[EPISODE][at]),
+        "place": int(arrays[PLACE][at]),
+        "version": int(arrays[VERSION][at]),
+        "end": _ENDS.get(end, str(end)),
+        "block": f"rows {block.first} to {block.first + block.count - 1}, {where}",
+    }
+    if state.written_columns:
+        facts["note"] = f"as first written: {', '.join(state.written_columns)} of some rows was changed since"
+    return facts, {column.name: _valued(arrays[column.name][at], column) for column in state.schema.columns}
+
+
+def _place(state: BufferState, stored: Stored, key: int) -> int:
+    """Return the place of a row among all that were written."""
+    if state.remove == "fifo":
+        if not state.added - state.size <= key < state.added:
+            there = f"{state.added - state.size} to {state.added - 1} are" if state.size else "none is"
+            raise ConfigError.of("--item", key, f"{there} there")
+        return key
+    values = read_values(stored)
+    keys, places = values["pool.keys.int64"], values["pool.at.int64"]
+    found = np.flatnonzero(keys == key)
+    if not len(found):
+        raise ConfigError.of("--item", key, f"no row of this key is there, as {keys[:3].tolist()} and others are")
+    return int(places[found[0]])
+
+
+def trajectory_of(layout: Layout, run_tag: int, stored: Stored, number: int, rank: int | None) -> Found:
+    """Return what is known of a trajectory, and its fields [T, B, ...].
+
+    Raises:
+        ConfigError: it is not there.
+        Damaged: it is not whole.
+    """
+    path = os.path.join(stored.folder, TRAJECTORIES_FILE)
+    state, _, known = read_infos(stored)
+    infos = {each.trajectory_id: each for each in known}
+    info = infos.get(number)
+    if info is None or state.schema is None:
+        there = f"{min(infos)} to {max(infos)} are" if infos else "none is"
+        raise ConfigError.of("--item", number, f"{there} there")
+    blocks = {each.first: each for each in read_blocks(os.path.join(stored.folder, BLOCKS_FILE))}
+    if number not in blocks:
+        raise Damaged(f"{path}: no block holds trajectory {number}")
+    block = blocks[number]
+    where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
+    arrays = BlobLayout(state.schema).decode(_payload(layout, run_tag, block), info, where)
+    columns = {column.name: column for column in state.schema.columns}
+    facts = {
+        "steps": info.shape[0],
+        "environments": info.shape[1],
+        "longest episode": info.max_episode_length,
+        "weights": info.model_weights_id,
+        "block": where,
+    }
+    return facts, {
+        name: _valued(array.reshape(*info.shape, *columns[name].shape), columns[name]) for name, array in arrays.items()
+    }
+
+
+def _payload(layout: Layout, run_tag: int, block: Block) -> bytes:
+    return PayloadReader(layout, run_tag).read_many([block.place])[block.first, 0]
+
+
+def _valued(array: Any, column: Column) -> Any:
+    """Return an array as what it is: of dtypes that numpy lacks, the tensor."""
+    array = np.asarray(array)
+    if column.torch_only is None or array.dtype == object:
+        return array
+    raw = np.frombuffer(bytearray(np.ascontiguousarray(array).tobytes()), np.uint8)
+    return tensor_of(_SAFE[column.dtype], array.shape, raw)

@@ -1,0 +1,374 @@
+"""Resharding: a buffer of transitions for another number of ranks, without any rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.layout import CUT, END
+from pipeline.checkpoint.generations import GenerationWriter, check_generation
+from pipeline.checkpoint.listed import HEADLESS, OPEN
+from pipeline.checkpoint.manifest import BLOCKS_FILE, OWN_FOLDER, REPLAY, SHARDS, Manifest, ShardInfo, shard_prefix
+from pipeline.config.replay import MOST_ROWS
+from pipeline.errors import ConfigError
+from pipeline.replay.episode_ids import EpisodeTable, prefix_of
+from pipeline.replay.moving import Mover, Wanted, extras_named
+from pipeline.replay.resharding import Rank, open_in, state_of_rank, table_of
+from pipeline.replay.selecting import Selected, extras_of, selection_of
+from pipeline.replay.shards import ShardOnDisk, Shares, common_schema, read_shards, share_out
+from pipeline.replay.state import STATE_FILE, BufferState, encode_state
+from pipeline.store.files import FilesLike
+from pipeline.store.layout import Layout, RunFile
+from pipeline.tools.kept_rows import RowsOnDisk, check_movable
+from pipeline.tools.linking import life_after, related_run, take_segments
+from pipeline.tools.made import Made
+from pipeline.tools.output import GrowingFile, Output, Outputs, Told
+from pipeline.tools.routing import check_count
+from pipeline.tools.scattered import ScatteredRows
+from pipeline.tools.sources import KINDS, Source, open_source
+from pipeline.tools.writing import BlockWriter, SegmentWriter, Wrote, committed
+
+Ints = np.ndarray
+TOOL = "reshard"
+
+
+def reshard(
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    to: int,
+    *,
+    step: int | None = None,
+    capacity: int | None = None,
+    evict_oldest: bool = False,
+    rebalance: bool = False,
+    dry_run: bool = False,
+    told: Told | None = None,
+    files: FilesLike | None = None,
+) -> Made:
+    """Write a buffer of transitions anew, for ``to`` ranks: each then takes its own part back, as if they had saved it.
+    Blocks; the run is only read.
+
+    ::
+
+        reshard("runs/a", "runs/b", to=16)  # then ReplayBuffer(..., directory="runs/b", ranks=...) on 16 ranks
+
+    The plan is that of ``resume()`` on another number of ranks. As many ranks as before keep their shards as they are,
+    by link where that can be. What the trainer had attached comes along.
+
+    Args:
+        run: the run of a ``ReplayBuffer``, of ranks or of one process.
+        out: where the new run goes; absent or empty.
+        to: how many ranks there will be.
+        step: take the newest generation of this step.
+        capacity: how many rows a rank has room for; None: for all that come to it.
+        evict_oldest: whether the oldest episodes go where there is no room for all.
+        rebalance: whether episodes are shared out anew though there are as many ranks as before.
+        dry_run, told, files: as :func:`~pipeline.tools.merge` takes them.
+
+    Raises:
+        ConfigError: there is no room, or the rows cannot be moved, or ``out`` holds something.
+        NotARun, StoreError, Damaged, WriteFailed, Locked: as :func:`~pipeline.tools.merge`.
+    """
+    check_count("to", to, 1)
+    source = open_source(run, step)
+    if source.kind not in (REPLAY, SHARDS):
+        raise ConfigError(f"{source.directory}: the run of {KINDS[source.kind]}; ranks share transitions", option="run")
+    outputs = Outputs([os.fspath(out)], TOOL, files)
+    outputs.check([source.directory])
+    check_generation(source.stored)  # what the trainer had attached comes along as it lies there
+    if source.kind == SHARDS and source.stored.manifest.world_size == to and not rebalance:
+        return _as_it_was(source, outputs, dry_run=dry_run)
+    job = _Job.of(source, to, capacity, rebalance=rebalance, evict=evict_oldest)
+    return job.told(outputs.each[0].directory) if dry_run else job.made(outputs, told)
+
+
+def _shards(source: Source) -> list[ShardOnDisk]:
+    if source.kind == SHARDS:
+        shards = read_shards(source.stored)
+        for each in shards:
+            check_movable(each.state, source.directory)
+        return shards
+    rows = RowsOnDisk(source, source.stored, source.part())
+    found = rows.episodes()  # none of those that were dropped
+    going = {number for _, _, number, _ in rows.state.open_episodes}
+    table = EpisodeTable(
+        number=found.number,
+        uid=prefix_of(source.stored.manifest.incarnation, 0) | found.number,
+        age=np.maximum(rows.oldest + found.first - found.place, 0),
+        length=found.place + found.rows,
+        rows=found.rows,
+        flags=np.where(found.place > 0, HEADLESS, 0) | np.where(np.isin(found.number, list(going)), OPEN, 0),
+    )
+    return [ShardOnDisk(0, source.stored, rows.state, rows.unknown, table, rows.blocks)]
+
+
+class _Job(NamedTuple):
+    """Rows that change ranks."""
+
+    source: Source
+    shards: list[ShardOnDisk]
+    shares: Shares
+    capacity: int | None
+
+    @classmethod
+    def of(cls, source: Source, to: int, capacity: int | None, *, rebalance: bool, evict: bool) -> _Job:
+        """Plan it."""
+        shards = _shards(source)
+        room, anew = MOST_ROWS if capacity is None else capacity, rebalance or source.kind == REPLAY
+        where = source.stored.folder
+        shares = share_out(shards, to, room, rebalance=anew, evict=evict, where=where)
+        return cls(source, shards, shares, capacity)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shares.rows)
+
+    def selected(self) -> Selected:
+        return selection_of([each.state for each in self.shards], [extras_of(each.stored) for each in self.shards])
+
+    def told(self, directory: str, run_id: str = "", written: int | None = None) -> Made:
+        """Return what is made."""
+        manifest, evicted = self.source.stored.manifest, self.shares.plan.evicted
+        blocks = [block for each in self.shards for block in each.needed()]
+        notes = dict(self.selected().left_out)
+        for name in sorted({name for each in manifest.shards for name in each.own}):
+            notes[f"{OWN_FOLDER}/{name}.safetensors"] = "what a rank had attached for itself, and the ranks are others"
+        if evicted:
+            notes["episodes"] = f"no room for the {len(evicted)} oldest, {self.shares.plan.evicted_steps} rows"
+        return Made(
+            directory=directory,
+            kind=SHARDS,
+            run_id=run_id,
+            step=manifest.step,
+            units=sum(len(each.table.uid) for each in self.shards) - len(evicted),
+            rows=sum(self.shares.rows),
+            shards=list(self.shares.rows),
+            bytes=sum(block.length for block in blocks) if written is None else written,
+            left_out=notes,
+            made_of=[self.source.part()],
+        )
+
+    def made(self, outputs: Outputs, told: Told | None) -> Made:
+        """Make it."""
+        with outputs:
+            made = self.write(outputs.each[0], told)
+            outputs.finish()
+        return made
+
+    def write(self, output: Output, told: Told | None) -> Made:
+        """Write the new run into a place that has begun."""
+        layout = Layout(output.folder)
+        run = layout.create_folders(output.files)
+        source = self.source
+        life = life_after(source.layout, source.stored.manifest.incarnation) - 1  # no uid is of a later one
+        with contextlib.ExitStack() as stack:
+            aside = self._scattered(layout, output.files, stack, told)
+            generation = GenerationWriter(layout, output.files, 0)
+            stack.callback(generation.abandon)  # does nothing once it was committed
+            generation.begin_with((), source.stored.trainer_files())
+            target = _Target(layout, run, output.files, generation, life)
+            wrote, shards = [], []
+            for rank in range(self.ranks):
+                one, info = self._rank(rank, target, aside[rank] if aside else None)
+                wrote.append(one)
+                shards.append(info)
+            made = self.told(output.directory, run.run_id, sum(info.bytes for info in shards))
+            _commit(source, generation, wrote, run, shards, output.directory, made.left_out)
+        layout.write_marker(output.files, run)
+        return made
+
+    def _scattered(
+        self, layout: Layout, files: FilesLike, stack: contextlib.ExitStack, told: Told | None
+    ) -> list[ScatteredRows]:
+        schema, extras = common_schema(self.shards), extras_named(self.selected().extras)
+        if schema is None:
+            return []
+        aside = [ScatteredRows(layout.directory, schema, extras, rows) for rows in self.shares.rows]
+        for each in aside:
+            stack.callback(each.close)
+        source = self.source
+        mover = Mover(source.layout, source.tag, files, life=0, rank=0, wanted=Wanted(schema, extras, []))
+        total = sum(block.length for each in self.shards for block in each.needed())
+        for shard in self.shards:
+            for rank, rows in mover.rows(shard, self.shares, shard.needed()):
+                aside[rank].put(rows)
+                if told is not None:
+                    told(mover.bytes_read, total)
+        return aside
+
+    def _rank(self, rank: int, target: _Target, aside: ScatteredRows | None) -> tuple[Wrote, ShardInfo]:
+        table, rows = table_of(self.shards, self.shares, rank), self.shares.rows[rank]
+        added = self.shares.firsts[rank] + rows
+        selected, schema = self.selected(), common_schema(self.shards)
+        selection = selected.selection if rows else self.shards[0].state.selection
+        part = target.part(rank, selected.extras)
+        with contextlib.closing(part):
+            if aside is not None and schema is not None and rows:
+                part.write(schema, added - rows, aside.each(self.source.directory))
+            options = self.source.stored.manifest.options
+            state = state_of_rank(
+                self.shards,
+                Rank(rank, self.ranks, int(options.get("seed", 0)), target.life + 1),
+                BufferState(
+                    columns=None if schema is None else list(schema.columns),
+                    capacity=self.capacity or max([rows, *(each.state.capacity for each in self.shards)]),
+                    added=added,
+                    size=rows,
+                    next_episode=len(table.uid),
+                    open_episodes=open_in(table, added - rows),
+                    cut_keys=part.cuts,
+                    selection=selection,
+                    selector=selected.state(added) if selection else {},
+                ),
+            )
+            wrote = part.finish(state, table, self.shards[0])
+        source = self.source
+        ages = [each.age for each in source.stored.manifest.shards] if source.kind == SHARDS else []
+        return wrote, ShardInfo(
+            rank=rank,
+            rows=rows,
+            saved=rows,
+            added=added,
+            bytes=part.bytes,
+            episodes=len(table.uid),
+            age=max(ages or [self.shards[0].state.added]),
+        )
+
+
+class _Target(NamedTuple):
+    """The new run."""
+
+    layout: Layout
+    run: RunFile
+    files: FilesLike
+    generation: GenerationWriter
+    life: int
+
+    def part(self, rank: int, extras: Sequence[str]) -> _Part:
+        """Return what writes a rank's part."""
+        segments = SegmentWriter(self.layout, self.files, self.run.tag, incarnation=self.life, rank=rank)
+        return _Part(self, shard_prefix(rank), segments, extras)
+
+
+class _Part:
+    """A rank's part of the new run while it is written."""
+
+    def __init__(self, target: _Target, prefix: str, segments: SegmentWriter, extras: Sequence[str]) -> None:
+        self._target, self._prefix, self._segments = target, prefix, segments
+        self._grown: list[GrowingFile] = []
+        self._blocks: BlockWriter | None = None
+        try:
+            for name in extras:
+                self._grown.append(GrowingFile(target.files, target.generation, f"{prefix}values/{name}"))
+        except BaseException:
+            self.close()
+            raise
+        self.cuts: list[int] = []
+
+    @property
+    def bytes(self) -> int:
+        """Of payloads."""
+        return self._segments.bytes
+
+    def write(
+        self,
+        schema: Schema,
+        first: int,
+        rows: Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[np.ndarray]]],
+    ) -> None:
+        """Write rows, whose keys follow each other from ``first`` on."""
+        self._blocks = BlockWriter(self._segments, schema, first)
+        for records, large, extras in rows:
+            self.cuts += (first + np.flatnonzero(records[END] == CUT)).tolist()
+            first += len(records)
+            self._blocks.add_records(records, large)
+            for file, values in zip(self._grown, extras, strict=True):
+                file.write(np.ascontiguousarray(values).tobytes())
+        self._blocks.flush()
+
+    def finish(self, state: BufferState, table: EpisodeTable, like: ShardOnDisk) -> Wrote:
+        """Write the rest of it."""
+        generation, blocks = self._target.generation, [] if self._blocks is None else self._blocks.blocks
+        generation.add(self._prefix + STATE_FILE, encode_state(state, like.unknown))
+        generation.add(self._prefix + BLOCKS_FILE, msgspec.msgpack.encode(blocks))
+        for name, each in table.values().items():
+            generation.add(f"{self._prefix}values/{name}", each.tobytes())
+        for file in self._grown:
+            file.finish()
+        return self._segments.finish(time.time(), TOOL)
+
+    def close(self) -> None:
+        """Give files back, if it was not finished."""
+        self._segments.close()
+        for file in self._grown:
+            file.close()
+
+
+def _commit(
+    source: Source,
+    generation: GenerationWriter,
+    wrote: Sequence[Wrote],
+    run: RunFile,
+    shards: list[ShardInfo],
+    directory: str,
+    left_out: dict[str, str],
+) -> Manifest:
+    before = source.stored.manifest
+    manifest = Manifest(
+        step=before.step,
+        reason=TOOL,
+        world_size=len(shards),
+        shards=shards,
+        attached=before.attached,
+        external=before.external,
+        options={**before.options, "directory": directory},
+        left_out={**before.left_out, **left_out},
+        made_of=[source.part()],
+    )
+    return committed(generation, wrote, manifest, run, kind=SHARDS)
+
+
+def _as_it_was(source: Source, outputs: Outputs, *, dry_run: bool) -> Made:
+    """Each rank keeps its shard."""
+    before = source.stored.manifest
+    total = sum(info.live if info.live >= 0 else info.bytes for info in before.segments)
+
+    def told(directory: str, run_id: str = "", linked: int = 0) -> Made:
+        return Made(
+            directory=directory,
+            kind=SHARDS,
+            run_id=run_id,
+            step=before.step,
+            units=sum(each.episodes for each in before.shards),
+            rows=sum(each.held for each in before.shards),
+            shards=[each.held for each in before.shards],
+            bytes=total,
+            linked=min(linked, total),
+            made_of=[source.part()],
+        )
+
+    if dry_run:
+        return told(outputs.each[0].directory, linked=total)
+    with outputs:
+        output = outputs.each[0]
+        layout = Layout(output.folder)
+        run = layout.create_folders(output.files, related_run(source.run_id))
+        linked = take_segments(source, before.segments, layout, output.files)
+        generation = GenerationWriter(layout, output.files, 0)
+        files = [(os.path.join(source.stored.folder, info.path), info) for info in before.files]
+        generation.begin_with((), files)
+        life = life_after(source.layout, before.incarnation)
+        with contextlib.closing(SegmentWriter(layout, output.files, run.tag, incarnation=life)) as segments:
+            wrote = segments.finish(time.time(), TOOL)
+        wrote = wrote._replace(segments=[msgspec.structs.replace(info, sealed=True) for info in before.segments])
+        _commit(source, generation, [wrote], run, list(before.shards), output.directory, {})
+        layout.write_marker(output.files, run)
+        outputs.finish()
+    return told(output.directory, run.run_id, linked)

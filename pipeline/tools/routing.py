@@ -1,0 +1,345 @@
+"""Rows of one or more buffers to one or more new buffers: what merging and splitting have in common.
+
+Whole episodes go to one place. Their rows stay in the order of their ids, and keep columns, versions, ends and places;
+what depends on where a row lies (its key, the number of its episode, how far the row before lies) is made anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.layout import EPISODE
+from pipeline.checkpoint.manifest import REPLAY, MadeOf, Manifest
+from pipeline.errors import ConfigError
+from pipeline.replay.selecting import Selected, extras_of, selection_of
+from pipeline.replay.state import BufferState
+from pipeline.store.layout import Layout, write_file
+from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_schema
+from pipeline.tools.made import Made
+from pipeline.tools.mixing import mixed
+from pipeline.tools.output import Output, Outputs, Told
+from pipeline.tools.sources import Source, identity, in_order, left_out_of
+from pipeline.tools.writing import RowsWriter
+
+Ints = np.ndarray
+IDS_FILE = "ids.json"
+
+
+class Every(NamedTuple):
+    """All that is read.
+
+    Attributes:
+        sources: the runs.
+        streams: their rows, of a buffer of ranks one for each.
+        parts: what names rows, in the order in which those of one key come.
+        episodes: by stream, those of which rows are there.
+    """
+
+    sources: list[Source]
+    streams: list[RowsOnDisk]
+    parts: list[MadeOf]
+    episodes: list[EpisodesThere]
+
+    @property
+    def bytes(self) -> int:
+        """Of payloads."""
+        return sum(each.bytes for each in self.streams)
+
+
+class Aim(NamedTuple):
+    """What one new buffer is to hold.
+
+    Attributes:
+        taken: by stream, [n] bool: which of its episodes.
+        added: how many rows were ever added to it.
+        limiter: its counts.
+    """
+
+    taken: list[Ints]
+    added: int
+    limiter: dict[str, int]
+
+
+def every_row(
+    sources: Sequence[Source], streams: Sequence[RowsOnDisk], names: Sequence[str] = (), met: object = None
+) -> Every:
+    """Read which episodes there are. See :meth:`RowsOnDisk.episodes`."""
+    parts, places = in_order([each.parts for each in streams])
+    for each, ranks in zip(streams, places, strict=True):
+        each.ranks = ranks
+    common_schema(streams)
+    return Every(list(sources), list(streams), parts, [each.episodes(names, met) for each in streams])
+
+
+class _Numbered(NamedTuple):
+    """The episodes of one new buffer.
+
+    Attributes:
+        place: by stream, by episode of it: its place among those of the new one; -1: it is not there.
+        numbers: [n] what each is called there.
+        next: what comes after all numbers.
+        origin: [n, 2] part and number there.
+        rows: how many rows all have.
+    """
+
+    place: list[Ints]
+    numbers: Ints
+    next: int
+    origin: Ints
+    rows: int
+
+
+def _numbered(every: Every, aim: Aim) -> _Numbered:
+    part = np.concatenate([each.part[taken] for each, taken in zip(every.episodes, aim.taken, strict=True)])
+    origin = np.concatenate([each.origin[taken] for each, taken in zip(every.episodes, aim.taken, strict=True)])
+    order = np.lexsort((part, origin))
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    found, begin, rows = [], 0, 0
+    for episodes, taken in zip(every.episodes, aim.taken, strict=True):
+        count = int(taken.sum())
+        place = np.full(len(taken), -1, np.int64)
+        place[taken] = places[begin : begin + count]
+        found.append(place)
+        begin, rows = begin + count, rows + int(episodes.rows[taken].sum())
+    named = np.stack([part[order], origin[order]], axis=1)
+    numbers = np.concatenate([each.number[taken] for each, taken in zip(every.episodes, aim.taken, strict=True)])[order]
+    if len(np.unique(numbers)) == len(numbers):  # nothing clashes: they are called what they were
+        end = max(each.state.next_episode for each in every.streams)
+    else:
+        numbers, end = np.arange(len(numbers)), len(numbers)
+    return _Numbered(found, numbers, end, named, rows)
+
+
+class _Target:
+    """One new buffer while it is written."""
+
+    def __init__(self, output: Output, every: Every, aim: Aim, extras: Sequence[str]) -> None:
+        self.output, self.aim, self._every = output, aim, every
+        self.numbered = _numbered(every, aim)
+        self.layout = Layout(output.folder)
+        self.run = self.layout.create_folders(output.files)
+        self.writer = RowsWriter(
+            self.layout,
+            self.run,
+            output.files,
+            common_schema(every.streams),
+            added=aim.added,
+            rows=self.numbered.rows,
+            episodes=len(self.numbered.origin),
+            extras=extras,
+        )
+        self._counts = np.zeros(len(every.parts), np.int64)
+
+    def add(self, found: Any, of: Ints) -> None:
+        """Add those of some rows that belong here; ``of``: by row, the place of its episode in its stream."""
+        place = np.empty(len(of), np.int64)
+        for number, places in enumerate(self.numbered.place):
+            own = np.flatnonzero(found.stream == number)
+            place[own] = places[of[own]]
+        here = np.flatnonzero(place >= 0)
+        if len(here):
+            chunk = found.chunk if len(here) == len(place) else found.chunk.at(here)
+            self._counts += np.bincount(chunk.part, minlength=len(self._counts))
+            self.writer.add(chunk, place[here], self.numbered.numbers)
+
+    def finish(self, tool: str, selected: Selected, notes: dict[str, str]) -> Made:
+        """Make the run whole."""
+        every, numbered = self._every, self.numbered
+        environments = _environments(every, numbered)
+        state = self._state(selected, environments)
+        count = len(numbered.origin)
+        table = np.column_stack([numbered.numbers, numbered.origin]).astype(np.int64)
+        self.writer.file(EPISODES_FILE, table.tobytes())
+        parts = [
+            msgspec.structs.replace(part, units=int(rows)) for part, rows in zip(every.parts, self._counts, strict=True)
+        ]
+        first = every.sources[0].stored.manifest
+        manifest = Manifest(
+            step=max(each.stored.manifest.step for each in every.sources),
+            reason=tool,
+            options={**first.options, "capacity": state.capacity, "directory": self.output.directory},
+            left_out=notes,
+            made_of=parts,
+        )
+        whole = self.writer.finish(state, _unknown(every), manifest, time.time())
+        ids = {
+            "parts": parts,
+            "episodes": table.tolist(),
+            "environments": [[now, every.streams[stream].where, env] for (stream, env), now in environments.items()],
+        }
+        files = self.output.files
+        write_file(files, f"{self.layout.directory}/{IDS_FILE}", msgspec.json.encode(ids) + b"\n")
+        self.layout.write_marker(files, self.run)
+        return Made(
+            directory=self.output.directory,
+            kind=REPLAY,
+            run_id=whole.run_id,
+            step=whole.step,
+            units=count,
+            rows=numbered.rows,
+            bytes=self.writer.written,
+            renumbered=int((table[:, 0] != table[:, 2]).sum()),
+            left_out=notes,
+            made_of=parts,
+        )
+
+    def _state(self, selected: Selected, environments: dict[tuple[int, int], int]) -> BufferState:
+        every, aim, numbered = self._every, self.aim, self.numbered
+        states = [each.state for each in every.streams]
+        schema = common_schema(every.streams)
+        going = [[environments[each.stream, each.env], *self._tail(each.place)] for each in _going(every, numbered)]
+        waiting = {environments[stream, env] for stream, state in enumerate(states) for env in state.awaiting_reset}
+        return BufferState(
+            columns=None if schema is None else list(schema.columns),
+            capacity=max([numbered.rows, *(state.capacity for state in states)]),
+            added=aim.added,
+            size=numbered.rows,
+            next_episode=numbered.next,
+            open_episodes=sorted(going),
+            cut_keys=self.writer.cuts,
+            stale_updates=sum(state.stale_updates for state in states),
+            limiter=aim.limiter,
+            selection=selected.selection,
+            selector=selected.state(aim.added, self.writer.most),
+            awaiting_reset=sorted(waiting),
+        )
+
+    def _tail(self, place: int) -> list[int]:
+        key, at = self.writer.tail(place)
+        return [key, int(self.numbered.numbers[place]), at]
+
+
+class _Going(NamedTuple):
+    """An open episode of which rows are there."""
+
+    part: int
+    env: int
+    stream: int
+    place: int
+
+
+def _going(every: Every, numbered: _Numbered) -> Iterator[_Going]:
+    for stream, (rows, episodes) in enumerate(zip(every.streams, every.episodes, strict=True)):
+        for env, _, number, _ in rows.state.open_episodes:
+            at = int(np.searchsorted(episodes.number, number))
+            if at < len(episodes.number) and episodes.number[at] == number and numbered.place[stream][at] >= 0:
+                yield _Going(int(episodes.part[at]), env, stream, int(numbered.place[stream][at]))
+
+
+def _environments(every: Every, numbered: _Numbered) -> dict[tuple[int, int], int]:
+    """Return by (stream, environment) its number now: what it was, unless two would have one, and one of these an open
+    episode; then all are counted anew, in the order of the parts."""
+    going = sorted(_going(every, numbered))
+    resting = {(stream, env) for stream, rows in enumerate(every.streams) for env in rows.state.awaiting_reset}
+    open_ones = [(each.stream, each.env) for each in going]
+    rest = sorted(resting - set(open_ones), key=lambda each: (int(every.streams[each[0]].ranks.min()), each[1]))
+    named = [env for _, env in open_ones]
+    clash = len(set(named)) < len(named) or bool(set(named) & {env for _, env in rest})
+    return {each: number if clash else each[1] for number, each in enumerate([*open_ones, *rest])}
+
+
+def _unknown(every: Every) -> dict[str, Any]:
+    return {name: value for each in reversed(every.streams) for name, value in each.unknown.items()}
+
+
+def route(every: Every, aims: Sequence[Aim], outputs: Outputs, tool: str, told: Told | None = None) -> list[Made]:
+    """Write the buffers that ``aims`` say into outputs that have begun.
+
+    Raises:
+        ConfigError: an episode is in two of the sources, or priorities are not of one kind.
+        Damaged, StoreError: something cannot be read.
+        WriteFailed: something cannot be written.
+    """
+    selected = _selected(every)
+    notes = left_out_of(every.sources) | selected.left_out
+    targets: list[_Target] = []
+    try:
+        for output, aim in zip(outputs.each, aims, strict=True):
+            targets.append(_Target(output, every, aim, selected.extras))
+        _write(every, targets, selected.extras, told)
+        return [target.finish(tool, selected, notes) for target in targets]
+    except BaseException:
+        for target in targets:
+            target.writer.close()
+        raise
+
+
+def _write(every: Every, targets: Sequence[_Target], extras: Sequence[str], told: Told | None) -> None:
+    rows = sum(each.size for each in every.streams)
+    done, total = 0, every.bytes
+    streams = [each.chunks(extras) for each in every.streams]
+    for found in mixed(streams, lambda part, key: _twice(every, int(part), int(key))):
+        of = np.empty(len(found.stream), np.int64)
+        number = found.chunk.arrays[EPISODE]
+        for stream, episodes in enumerate(every.episodes):
+            own = np.flatnonzero(found.stream == stream)
+            of[own] = np.searchsorted(episodes.number, number[own])
+        for target in targets:
+            target.add(found, of)
+        done += len(of)
+        if told is not None:
+            told(total * done // max(1, rows), total)
+
+
+def _twice(every: Every, part: int, key: int) -> str:
+    which = every.parts[part]
+    name = f"run {which.run_id} ({which.directory})" + (f", shard {which.shard}" if which.shard >= 0 else "")
+    having = [each.where for each in every.streams if identity(which) in map(identity, each.parts)]
+    where = ", ".join(dict.fromkeys(having))
+    return (
+        f"runs: the row {key} of {name} is in several of {where}: they are copies or parts of one run that have it in "
+        "common. Leave one of them out"
+    )
+
+
+def _selected(every: Every) -> Selected:
+    return selection_of([each.state for each in every.streams], [extras_of(each.stored) for each in every.streams])
+
+
+def dry(every: Every, aim: Aim, directory: str) -> Made:
+    """Return what a new buffer would be."""
+    taken = list(zip(every.streams, every.episodes, aim.taken, strict=True))
+    selected = _selected(every)
+    return Made(
+        directory=directory,
+        kind=REPLAY,
+        step=max(each.stored.manifest.step for each in every.sources),
+        units=int(sum(each.sum() for each in aim.taken)),
+        rows=int(sum(episodes.rows[own].sum() for _, episodes, own in taken)),
+        bytes=sum(
+            stream.bytes * int(episodes.rows[own].sum()) // max(1, stream.size) for stream, episodes, own in taken
+        ),
+        left_out=left_out_of(every.sources) | selected.left_out,
+        made_of=every.parts,
+    )
+
+
+def shares_of(total: int, weights: Sequence[int]) -> list[int]:
+    """Return whole numbers whose sum is ``total``, in proportion to weights; what is left over goes to the first."""
+    whole = sum(weights)
+    if not whole:
+        return [total if number == 0 else 0 for number in range(len(weights))]
+    found = [total * weight // whole for weight in weights]
+    found[0] += total - sum(found)
+    return found
+
+
+def limiter_of(states: Sequence[BufferState]) -> dict[str, int]:
+    """Return the counts of several buffers together."""
+    if not any(state.limiter for state in states):
+        return {}
+    return {name: sum(state.limiter.get(name, 0) for state in states) for name in ("added", "sampled")}
+
+
+def check_count(option: str, value: object, least: int) -> None:
+    """Raises:
+    ConfigError: it is no whole number from ``least`` on.
+    """
+    if value.__class__ is not int or value < least:
+        raise ConfigError.of(option, value, f"a whole number from {least} on is needed")

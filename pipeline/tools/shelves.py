@@ -1,0 +1,329 @@
+"""Trajectories of one or more buffers to one or more new ones: what merging and splitting of them have in common.
+
+A trajectory has an id: the part that it belongs to, and the number that it had there. In a new buffer they come in the
+order of these numbers, of one number in the order of the parts. If the numbers follow each other they stay; then whole
+segments of which everything is wanted need not be copied.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.blocks import blob_head, stored_name
+from pipeline.buffer.transitions.columns import Schema
+from pipeline.checkpoint.generations import GenerationWriter, check_generation
+from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAJECTORIES, MadeOf, Manifest
+from pipeline.errors import Damaged
+from pipeline.replay.flattening import TrajectoryInfo
+from pipeline.replay.state import encode_state
+from pipeline.replay.trajectory_blobs import BlobLayout
+from pipeline.replay.trajectory_loading import blocks_of, read_infos
+from pipeline.replay.trajectory_state import STATE_FILE, TrajectoryState
+from pipeline.store.codec import ITEM_KEY
+from pipeline.store.files import open_plain
+from pipeline.store.held import HeldSegments
+from pipeline.store.layout import Layout, SegmentKey, segment_key, segment_name, write_file
+from pipeline.store.segments import Block, SegmentInfo
+from pipeline.tools.kept_rows import KEY_FILE, PART_FILE
+from pipeline.tools.linking import related_run, take_segments
+from pipeline.tools.made import Made
+from pipeline.tools.output import Output, Outputs, Told
+from pipeline.tools.sources import Source, check_columns, counted, left_out_of, named
+from pipeline.tools.writing import SegmentWriter, committed
+
+Ints = np.ndarray
+IDS_FILE = "ids.json"
+_LINKED, _OWN = 1, 2  # incarnations: of segments that are taken over, and of those that are written
+
+
+class Shelved:
+    """The trajectories of one run. What is read is checked."""
+
+    def __init__(self, source: Source) -> None:
+        """Raises:
+        Damaged: something is missing or was changed.
+        """
+        stored = source.stored
+        check_generation(stored)
+        self.source = source
+        self.state, self.unknown, self.infos = read_infos(stored)
+        self.blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), self.state)
+        self.held = HeldSegments(source.layout, source.tag, self.blocks, stored.manifest.segments)
+        made = PART_FILE in {info.path for info in stored.manifest.files}
+        self.parts: list[MadeOf] = list(stored.manifest.made_of) if made else [source.part()]
+        first, size = self.state.trajectory_counter - self.state.size, self.state.size
+        self.part = self._values(PART_FILE, np.int32) if made else np.zeros(size, np.int64)
+        self.number = self._values(KEY_FILE, np.int64) if made else np.arange(first, first + size)
+
+    def _values(self, path: str, dtype: type[np.generic]) -> Ints:
+        with open_plain(os.path.join(self.source.stored.folder, path)) as file:
+            found = np.frombuffer(file.read(), dtype).astype(np.int64)
+        if len(found) != self.state.size:
+            raise Damaged(f"{self.source.stored.folder}: {path} is of {len(found)} trajectories, not {self.state.size}")
+        return found
+
+
+class EveryTrajectory(NamedTuple):
+    """All that is read, in its order.
+
+    Attributes:
+        shelves: the runs.
+        parts: what names trajectories, in the order in which those of one number come.
+        shelf, at: [n] which of the shelves each trajectory is of, and where it stands there.
+        part, number: [n] what names it.
+    """
+
+    shelves: list[Shelved]
+    parts: list[MadeOf]
+    shelf: Ints
+    at: Ints
+    part: Ints
+    number: Ints
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields."""
+        return next((each.state.schema for each in self.shelves if each.state.schema is not None), None)
+
+
+def every_trajectory(sources: Sequence[Source]) -> EveryTrajectory:
+    """Read what there is.
+
+    Raises:
+        ConfigError: fields differ, or two runs have a trajectory in common.
+        Damaged: something is missing or was changed.
+    """
+    shelves = [Shelved(source) for source in sources]
+    check_columns(
+        "field", [(each.source.directory, each.state.columns) for each in shelves if each.state.columns is not None]
+    )
+    return EveryTrajectory(shelves, *named("trajectory", shelves))
+
+
+class _Part(NamedTuple):
+    """Some trajectories of all, by where they stand there, and the numbers that they get."""
+
+    every: EveryTrajectory
+    places: Ints
+    numbers: Ints
+
+    @classmethod
+    def of(cls, every: EveryTrajectory, taken: Ints) -> _Part:
+        places = np.flatnonzero(taken)
+        numbers = every.number[places]
+        if len(numbers) and not np.array_equal(numbers, np.arange(numbers[0], numbers[0] + len(numbers))):
+            numbers = np.arange(len(numbers))
+        return cls(every, places, numbers)
+
+    def each(self) -> list[tuple[Shelved, TrajectoryInfo, Block, int]]:
+        """Return of each trajectory where it lies, what is known of it, and its number now."""
+        every, found = self.every, []
+        for place, number in zip(self.places.tolist(), self.numbers.tolist(), strict=True):
+            shelf = every.shelves[int(every.shelf[place])]
+            at = int(every.at[place])
+            found.append((shelf, shelf.infos[at], shelf.blocks[at], number))
+        return found
+
+    def whole_segments(self) -> dict[int, list[SegmentInfo]]:
+        """Return by shelf the segments of which every trajectory is here, under its number."""
+        every = self.every
+        found: dict[int, list[SegmentInfo]] = {}
+        kept: dict[tuple[int, SegmentKey], int] = {}
+        for place, number in zip(self.places.tolist(), self.numbers.tolist(), strict=True):
+            of = int(every.shelf[place])
+            block = every.shelves[of].blocks[int(every.at[place])]
+            if block.first == number:
+                key = of, block.segment_key
+                kept[key] = kept.get(key, 0) + 1
+        for number, shelf in enumerate(every.shelves):
+            there: dict[SegmentKey, int] = {}
+            for block in shelf.blocks:
+                there[block.segment_key] = there.get(block.segment_key, 0) + 1
+            infos = {segment_key(info.name): info for info in shelf.source.stored.manifest.segments}
+            found[number] = [
+                infos[each] for each, count in there.items() if each in infos and kept.get((number, each)) == count
+            ]
+        return found
+
+
+def told_of(every: EveryTrajectory, taken: Ints, directory: str) -> Made:
+    """Return what a new buffer would be."""
+    each = _Part.of(every, taken).each()
+    return Made(
+        directory=directory,
+        kind=TRAJECTORIES,
+        step=max(shelf.source.stored.manifest.step for shelf in every.shelves),
+        units=len(each),
+        rows=sum(info.num_samples for _, info, _, _ in each),
+        bytes=sum(block.length for _, _, block, _ in each),
+        renumbered=sum(info.trajectory_id != number for _, info, _, number in each),
+        left_out=left_out_of(shelf.source for shelf in every.shelves),
+        made_of=every.parts,
+    )
+
+
+def shelve(every: EveryTrajectory, parts: Sequence[Ints], outputs: Outputs, tool: str, told: Told | None) -> list[Made]:
+    """Write new buffers into outputs that have begun; ``parts``: of each, [n] bool, which of all trajectories it has.
+
+    Raises:
+        Damaged, StoreError: something cannot be read.
+        WriteFailed: something cannot be written.
+    """
+    done, total = 0, sum(block.length for each in every.shelves for block in each.blocks)
+
+    def wrote(size: int) -> None:
+        nonlocal done
+        done += size
+        if told is not None:
+            told(done, total)
+
+    made = []
+    for output, taken in zip(outputs.each, parts, strict=True):
+        writer = _Writer(output, _Part.of(every, taken), tool, wrote)
+        try:
+            made.append(writer.write(told_of(every, taken, output.directory)))
+        finally:
+            writer.close()
+    return made
+
+
+class _Writer:
+    """Writes one new buffer."""
+
+    def __init__(self, output: Output, part: _Part, tool: str, wrote: Callable[[int], None]) -> None:
+        self._output, self._part, self._tool, self._wrote = output, part, tool, wrote
+        self._layout = Layout(output.folder)
+        every = part.every
+        whole = part.whole_segments()
+        by_tag: dict[int, int] = {}
+        for shelf, infos in whole.items():
+            tag = every.shelves[shelf].source.tag
+            by_tag[tag] = by_tag.get(tag, 0) + sum(info.bytes for info in infos)
+        tag = max(by_tag, key=lambda tag: by_tag[tag], default=0)
+        like = next((each.source.run_id for each in every.shelves if each.source.tag == tag), "")
+        run = related_run(like) if by_tag.get(tag, 0) else None
+        self._run = self._layout.create_folders(output.files, run)
+        self._whole = {
+            shelf: infos for shelf, infos in whole.items() if run is not None and every.shelves[shelf].source.tag == tag
+        }
+        self._segments = SegmentWriter(self._layout, output.files, self._run.tag, incarnation=_OWN)
+        self._linked: dict[tuple[int, SegmentKey], SegmentKey] = {}
+        self._infos: list[SegmentInfo] = []
+
+    def write(self, made: Made) -> Made:
+        """Write all of it."""
+        linked = self._link()
+        blocks = self._payloads()
+        wrote = self._segments.finish(time.time(), self._tool)
+        wrote = wrote._replace(segments=[*self._with_live(blocks), *wrote.segments])
+        generation = GenerationWriter(self._layout, self._output.files, 0)
+        generation.begin()
+        self._files(generation, blocks)
+        part, every = self._part, self._part.every
+        parts = counted(every.parts, every.part[part.places])
+        first = every.shelves[0].source.stored.manifest
+        manifest = Manifest(
+            step=made.step,
+            reason=self._tool,
+            options={**first.options, "directory": self._output.directory},
+            left_out=made.left_out,
+            made_of=parts,
+        )
+        whole = committed(generation, [wrote], manifest, self._run, kind=TRAJECTORIES)
+        origins = zip(
+            part.numbers.tolist(), every.part[part.places].tolist(), every.number[part.places].tolist(), strict=True
+        )
+        ids = {"parts": parts, "trajectories": [list(each) for each in origins]}
+        files = self._output.files
+        write_file(files, os.path.join(self._layout.directory, IDS_FILE), msgspec.json.encode(ids) + b"\n")
+        self._layout.write_marker(files, self._run)
+        return msgspec.structs.replace(made, run_id=whole.run_id, linked=min(linked, made.bytes), made_of=parts)
+
+    def _link(self) -> int:
+        """Take whole segments over; return the bytes of payloads in those that are linked."""
+        linked = number = 0
+        for shelf, infos in self._whole.items():
+            source, names = self._part.every.shelves[shelf].source, {}
+            for info in infos:
+                number += 1
+                key = (_LINKED, 0, number)
+                self._linked[shelf, segment_key(info.name)] = key
+                names[info.name] = segment_name(key)
+                self._infos.append(SegmentInfo(name=segment_name(key), bytes=info.bytes, sealed=True))
+            linked += take_segments(source, infos, self._layout, self._output.files, names)
+        return linked
+
+    def _with_live(self, blocks: Sequence[Block]) -> list[SegmentInfo]:
+        live: dict[SegmentKey, int] = {}
+        for block in blocks:
+            live[block.segment_key] = live.get(block.segment_key, 0) + block.length
+        return [msgspec.structs.replace(info, live=live[segment_key(info.name)]) for info in self._infos]
+
+    def _payloads(self) -> list[Block]:
+        """Write what is not taken over, and return where everything lies."""
+        blocks, every = [], self._part.every
+        schema = every.schema
+        blobs = None if schema is None else BlobLayout(schema)
+        place = {id(shelf): number for number, shelf in enumerate(every.shelves)}
+        for shelf, info, block, number in self._part.each():
+            key = self._linked.get((place[id(shelf)], block.segment_key))
+            if key is not None:
+                blocks.append(Block(number, 1, *key, block.offset, block.length))
+            else:
+                assert blobs is not None
+                payload: bytes | memoryview = shelf.held.payload(block)
+                blobs.decode(payload, info, shelf.held.where(block))
+                if info.trajectory_id != number:
+                    payload = renumbered(blobs, payload, msgspec.structs.replace(info, trajectory_id=number))
+                blocks.append(self._segments.payload(payload, number, 1))
+            self._wrote(block.length)
+        return blocks
+
+    def _files(self, generation: GenerationWriter, blocks: Sequence[Block]) -> None:
+        part, every = self._part, self._part.every
+        infos = [info for _, info, _, _ in part.each()]
+        weights = list(dict.fromkeys(info.model_weights_id for info in infos))
+        point = {name: number for number, name in enumerate(weights)}
+        schema = every.schema
+        state = TrajectoryState(
+            columns=None if schema is None else list(schema.columns),
+            size=len(infos),
+            total_samples=sum(info.num_samples for info in infos),
+            trajectory_counter=int(part.numbers[-1]) + 1 if len(infos) else 0,
+            sample_window_size=every.shelves[0].state.sample_window_size,
+            weights=weights,
+        )
+        unknown: dict[str, Any] = {}
+        for each in reversed(every.shelves):
+            unknown |= each.unknown
+        generation.add(STATE_FILE, encode_state(state, unknown))
+        generation.add(BLOCKS_FILE, msgspec.msgpack.encode(list(blocks)))
+        table = {
+            "steps": [info.shape[0] for info in infos],
+            "envs": [info.shape[1] for info in infos],
+            "max_episode_length": [info.max_episode_length for info in infos],
+            "model_weights_id": [point[info.model_weights_id] for info in infos],
+        }
+        for name, values in table.items():
+            generation.add(f"values/{name}.int64", np.array(values, np.int64).tobytes())
+        generation.add(PART_FILE, every.part[part.places].astype(np.int32).tobytes())
+        generation.add(KEY_FILE, every.number[part.places].astype(np.int64).tobytes())
+
+    def close(self) -> None:
+        """Give files back, after an error."""
+        self._segments.close()
+
+
+def renumbered(blobs: BlobLayout, payload: bytes | memoryview, info: TrajectoryInfo) -> bytes:
+    """Return the payload of a trajectory as that of one with another number."""
+    item = msgspec.msgpack.encode(info)
+    parts = [(each.name, stored_name(each), (*info.shape, *each.shape)) for each in blobs.columns]
+    head, offsets = blob_head([*parts, (ITEM_KEY, "U8", (len(item),))])
+    begin = 8 + int.from_bytes(payload[:8], "little")
+    return b"".join([head, payload[begin : begin + offsets[-2]], item])

@@ -1,0 +1,206 @@
+"""Resuming where several ranks train together: each takes its own part back, or all parts are shared out anew.
+
+As many ranks as wrote a generation recover each its own part, as one process would. Of another number, or where what
+the order of draws hangs on has changed, every rank folds all parts, comes to the same list of what has been claimed and
+has not ended, and plans who gets what (:mod:`pipeline.checkpoint.reshard`); digests of the plans are compared before
+anything is changed. Payloads stay where they lie. The new journals begin with what each rank has (``inherit``), so
+those of before are needed no more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.checkpoint.generations import Stored, check_generation, check_listed, choose, find_generations, of_kind
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS_FOLDER, shard_prefix
+from pipeline.distributed import Ranks
+from pipeline.errors import Damaged, ForebayError, RankFailed
+from pipeline.records import Inherited, Opened
+from pipeline.sampler import TurnSampler
+from pipeline.store.journal import read_journal
+from pipeline.store.layout import JournalName, Layout
+from pipeline.wiring.rank_sharing import shared_out, turns_of
+from pipeline.wiring.recovery import Recovered, read_generation
+from pipeline.wiring.resuming import Found, Origin, check_external, opening, recovered_of
+from pipeline.wiring.state import RunState
+
+
+class PartLayout(Layout):
+    """A run's folder as one rank wrote it: its journals alone, and not those of lives that had shared everything out
+    anew after a generation which is gone back to."""
+
+    def __init__(self, layout: Layout, rank: int, newest: int, run_tag: int) -> None:
+        """Args:
+        layout: the folder's.
+        rank: whose part it is.
+        newest: the incarnation that committed the generation.
+        run_tag: the run's tag.
+        """
+        super().__init__(layout.directory)
+        self._rank, self._before = rank, sys.maxsize
+        for name in super().list_journals():
+            if name.rank == rank and name.incarnation > newest and _inherits(name, run_tag):
+                self._before = name.incarnation
+                break
+
+    def list_journals(self) -> list[JournalName]:
+        return [each for each in self._of_rank() if each.incarnation < self._before]
+
+    def abandoned(self) -> list[tuple[int, int, int]]:
+        """Return the journals that do not count, as an ``open`` event says it."""
+        return [(each.incarnation, each.rank, 0) for each in self._of_rank() if each.incarnation >= self._before]
+
+    def _of_rank(self) -> list[JournalName]:
+        return [each for each in super().list_journals() if each.rank == self._rank]
+
+
+def _inherits(name: JournalName, run_tag: int) -> bool:
+    """Whether a life began with what others had."""
+    events = read_journal(name, run_tag=run_tag)
+    try:
+        return any(type(logged.event) is Inherited for logged, _ in zip(events, range(2), strict=False))
+    except ForebayError:  # if the journal is needed, the fold will say what is wrong with it
+        return False
+
+
+class _Own(NamedTuple):
+    """What a rank has read: the generation, and its own part, if that may be taken back as it is."""
+
+    stored: Stored
+    states: dict[str, Any]
+    part: tuple[Recovered, Opened] | None
+
+
+class RankResuming:
+    """Finds what a rank goes on from. All methods block, and are called by all ranks."""
+
+    def __init__(self, state: RunState, ranks: Ranks, origin: Origin, attached: Sequence[str]) -> None:
+        self._state, self._ranks, self._origin, self._attached = state, ranks, origin, attached
+        self._reusable: Sequence[int] | None = None
+
+    def find(self, step: int | None, external: str | None, *, anew: bool) -> Found:
+        """Read and check the generation to resume, and what came after it. Changes nothing.
+
+        Args:
+            step, external: which generation, as of one process.
+            anew: share everything out anew, though there are as many ranks as before.
+
+        Raises:
+            Damaged, StoreError, UsageError: as of one process.
+            RankFailed, RankLost: another rank failed, or was not heard from.
+        """
+        ranks, own = self._ranks, list[_Own]()
+
+        def look() -> list[Any]:
+            own.append(self._own(step, external, anew=anew))
+            return [None] if own[0].part is None else _terms(own[0].part[0])
+
+        terms = ranks.together("resume", look)
+        (stored, states, part) = own[0]
+        if part is not None and all(each[0] is not None and each[0] == terms[0][0] for each in terms):
+            for _, lengths in terms:
+                turns_of(part[0]).lengths.update({(task, epoch): length for task, epoch, length in lengths})
+            return Found(stored, states, *part, self._origin)
+        shared: list[Recovered] = []
+        opened = opening(self._state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
+
+        def plan() -> str:
+            parts = [self._part(stored, rank)[0] for rank in range(stored.manifest.world_size)]
+            digest, recovered = shared_out(self._state, ranks, stored, parts, opened)
+            shared.append(recovered)
+            return digest
+
+        ranks.alike("plan of the resume", plan)
+        return Found(stored, states, shared[0], opened, self._origin)
+
+    def _own(self, step: int | None, external: str | None, *, anew: bool) -> _Own:
+        stored = self._chosen(step, external)
+        check_external(stored.manifest)
+        states = read_generation(_trainer_of(stored), self._attached)
+        manifest = stored.manifest
+        if manifest.kind == PIPELINE_RANKS and [each.rank for each in manifest.shards] != list(
+            range(manifest.world_size)
+        ):
+            raise Damaged(f"{stored.folder}: {manifest.world_size} ranks wrote it, and parts are listed of others")
+        if manifest.kind == PIPELINE or manifest.world_size != self._ranks.size or anew:
+            return _Own(stored, states, None)
+        part = self._part(stored, self._ranks.rank)
+        return _Own(stored, states, part if part[0].sampler.shares_event() is None else None)
+
+    def _chosen(self, step: int | None, external: str | None) -> Stored:
+        """Return the generation that the first rank chooses."""
+        layout = self._origin.layout
+        found = of_kind(find_generations(layout, self._origin.run_id), PIPELINE_RANKS, layout.directory, also=PIPELINE)
+        if found.complete:
+            self._reusable = found.complete[-1].manifest.reusable
+
+        def first() -> list[Any]:
+            if not found.complete and not found.damaged:
+                raise Damaged(
+                    f"{layout.generations}: journals hold rollouts, but every generation is gone; restore them"
+                )
+            chosen = choose(found, step, layout.directory, external)
+            return [chosen.manifest.generation, chosen.manifest.checksum]
+
+        number, checksum = self._ranks.of_first("resume from", first)
+        for stored in found.complete:
+            if (stored.manifest.generation, stored.manifest.checksum) == (number, checksum):
+                return stored
+        raise RankFailed(
+            f"{layout.directory}: rank {self._ranks.rank} does not find generation {number} there as rank 0 does. All "
+            "ranks need the same folder"
+        )
+
+    def _part(self, stored: Stored, rank: int) -> tuple[Recovered, Opened]:
+        """Recover a rank's part of a generation."""
+        state, origin, manifest = self._state, self._origin, stored.manifest
+        if manifest.kind == PIPELINE:  # of one process: it is all of it
+            check_generation(stored, later=[info.path for _, info in stored.trainer_files()])
+            return recovered_of(state, origin, stored, self._reusable)
+        part = _part_of(stored, rank)
+        if not part.manifest.files:
+            raise Damaged(f"{part.folder}: the part of rank {rank} is missing. resume() an older generation")
+        for info in part.manifest.files:
+            check_listed(part, info)
+        layout = PartLayout(origin.layout, rank, manifest.incarnation, origin.tag)
+        plans, seed, size = list(state.plans.values()), state.options.seed, manifest.world_size
+        recovered, opened = recovered_of(
+            state,
+            origin._replace(layout=layout),
+            part,
+            self._reusable,
+            sampler=lambda: TurnSampler(plans, seed, rank, size),
+        )
+        discarded = sorted({*opened.discarded, *layout.abandoned()})
+        return recovered, msgspec.structs.replace(opened, discarded=discarded)
+
+
+def _terms(recovered: Recovered) -> list[Any]:
+    """What ranks must have in common to go on with the order as it is, and the lengths of epochs that each knows."""
+    sampler = turns_of(recovered)
+    return [[sampler.base, sampler.mixture.shares], [[*key, length] for key, length in sampler.lengths.items()]]
+
+
+def _part_of(stored: Stored, rank: int) -> Stored:
+    """Return a rank's part of a generation as if it were one, without the trainer's files."""
+    prefix, manifest = shard_prefix(rank), stored.manifest
+    files = [
+        msgspec.structs.replace(info, path=info.path.removeprefix(prefix))
+        for info in manifest.files
+        if info.path.startswith(prefix)
+    ]
+    journals = [each for each in manifest.journals if each.rank == rank]
+    return Stored(
+        os.path.join(stored.folder, prefix), msgspec.structs.replace(manifest, files=files, journals=journals)
+    )
+
+
+def _trainer_of(stored: Stored) -> Stored:
+    """Return what a generation holds beside the parts of ranks."""
+    files = [info for info in stored.manifest.files if not info.path.startswith(SHARDS_FOLDER + "/")]
+    return Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=files))

@@ -1,0 +1,258 @@
+"""A client of one or several servers that serve the same model."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+
+from pipeline.clock import running_clock
+from pipeline.config.base import MOST, Options
+from pipeline.errors import ChatError, ConfigError, RequestRefused, ServerFailed, UsageError
+from pipeline.runner.context import Context
+from tasks.chat.sampled import ASKED
+from tasks.chat.servers import Server, Servers
+from tasks.chat.session import Session
+from tasks.chat.text import decoded
+
+_PASSING = (408, 409, 425, 429)  # beside everything from 500 on: the same request may be answered later
+
+
+class ChatOptions(Options, frozen=True, kw_only=True):
+    """How requests are made.
+
+    Args:
+        concurrency: requests in flight at one server. Those beyond it wait, and the time is not counted as theirs.
+        timeout_s: seconds for one request, from when it is sent to the end of the reply.
+        connect_timeout_s: seconds of these for the connection.
+        attempts: how often a request is made at most, the first time included, at whichever servers.
+        backoff_s: seconds before the second attempt, twice as many before each later one, each times a number from a
+            half to one. What a server says in ``Retry-After`` is waited instead.
+        backoff_most_s: the longest of these pauses, but for what a server says.
+        token_ids: whether to ask for token ids and log-probs. A server that refuses unknown fields needs False.
+        api_key: sent to the servers.
+    """
+
+    concurrency: int = 256
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+    attempts: int = 4
+    backoff_s: float = 0.5
+    backoff_most_s: float = 30.0
+    token_ids: bool = True
+    api_key: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in ("concurrency", "attempts"):
+            self._at_least(option, 1)
+        for option in ("timeout_s", "connect_timeout_s", "backoff_s", "backoff_most_s"):
+            if not 0 <= getattr(self, option) <= MOST:
+                raise ConfigError.of(option, getattr(self, option), "seconds, not negative, are needed")
+
+
+def client(
+    urls: str | Sequence[str], *, model: str, options: ChatOptions | Mapping[str, Any] | None = None, **more: Any
+) -> ChatClient:
+    """Return a client, for ``Task(resource=)``; it is opened there.
+
+    Args:
+        urls: where the API begins, of one server or of several that serve the same model: ``http://gpu1:8000/v1``.
+        model: the name that they know it by.
+        options: how requests are made; or single ones of :class:`ChatOptions` by name.
+        more: what else, goes into each request: ``temperature=1.0``, ``max_tokens=512``.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    given = {name: more.pop(name) for name in list(more) if name in ChatOptions.__struct_fields__}
+    if options is not None and given:
+        raise ConfigError(f"{', '.join(given)}: give it in options=, or without that", option=next(iter(given)))
+    return ChatClient(urls, model, ChatOptions.of(options or given), more)
+
+
+class ChatClient:
+    """Asks servers; an async context manager, to be opened once. See :func:`client`."""
+
+    def __init__(
+        self, urls: str | Sequence[str], model: str, options: ChatOptions, sampling: Mapping[str, Any]
+    ) -> None:
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self.urls or not all(isinstance(url, str) and "://" in url for url in self.urls):
+            raise ConfigError.of("urls", urls, "addresses such as http://localhost:8000/v1 are needed")
+        self.model, self.options, self.sampling = model, options, dict(sampling)
+        self._openai: Any = None
+        self._clients: dict[str, Any] = {}
+        self._servers: Servers | None = None
+        self.requests = 0
+        """How many were sent, retries included."""
+
+    @property
+    def servers(self) -> Servers:
+        """The servers, and what is known of them.
+
+        Raises:
+            UsageError: the client is not open.
+        """
+        if self._servers is None:
+            raise UsageError("chat client: not open; `async with client:` comes first, or Task(resource=client)")
+        return self._servers
+
+    async def __aenter__(self) -> Self:
+        if self._servers is not None:
+            raise UsageError(
+                "chat client: it is open already; several tasks may share one, each by Task(resource=client)"
+            )
+        self._servers = Servers(self.urls, self.options.concurrency, anyio.current_time)
+        try:
+            # Importing openai and reading certificates take a second, which is not the event loop's.
+            self._openai, self._clients = await anyio.to_thread.run_sync(self._made)
+        except BaseException:
+            self._servers = None
+            raise
+        return self
+
+    def _made(self) -> tuple[Any, dict[str, Any]]:
+        """Return the module and a client of each server."""
+        try:
+            import openai
+        except ImportError as error:
+            raise ImportError("tasks.chat needs the extra llm: pip install 'forebay[llm]'") from error
+        timeout = openai.Timeout(None, connect=self.options.connect_timeout_s)
+        clients = {
+            url: openai.AsyncOpenAI(
+                base_url=url,
+                api_key=self.options.api_key,
+                max_retries=0,  # they are made here, and nowhere else
+                timeout=timeout,
+                http_client=openai.DefaultAsyncHttpxClient(limits=_no_limits(openai), timeout=timeout),
+            )
+            for url in set(self.urls)
+        }
+        return openai, clients
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        clients, self._clients, self._servers = self._clients, {}, None
+        with anyio.CancelScope(shield=True):
+            for each in clients.values():
+                await each.close()
+
+    def session(self, ctx: Context | None = None, **options: Any) -> Session:
+        """Return a new conversation; see :class:`~tasks.chat.Session`, which takes the options.
+
+        Args:
+            ctx: of the attempt; without one, versions are 0 and nothing is kept of an interrupted conversation.
+        """
+        return Session(self, ctx, **options)
+
+    async def request(self, messages: Sequence[Mapping[str, Any]], *, key: str = "", **body: Any) -> dict[str, Any]:
+        """Return a server's reply to a chat completion, decoded.
+
+        Args:
+            messages: the conversation.
+            key: what the pauses between attempts follow from, beside their number: a label of the attempt.
+            body: more fields of the request, before those of the client.
+
+        Raises:
+            RequestRefused: a server refuses it, and would again.
+            ServerFailed: none answered in as many attempts as are allowed.
+        """
+        fields = {"model": self.model, **self.sampling, **body}
+        if self.options.token_ids:
+            fields.setdefault("logprobs", True)
+        extra = {**(ASKED if self.options.token_ids else {}), **fields.pop("extra_body", {})}
+        failed: Server | None = None
+        for attempt in range(1, self.options.attempts + 1):
+            async with self.servers.place(failed) as server:
+                try:
+                    reply = await self._ask(server, messages, fields, extra)
+                    self.servers.well(server)
+                    return reply
+                except _Passing as passing:
+                    failed, why = server, passing
+                    if passing.ill:
+                        self.servers.failed(server)
+            if attempt < self.options.attempts:
+                await anyio.sleep(why.after_s if why.after_s is not None else self._pause(attempt, key))
+        raise ServerFailed(
+            f"{failed.url if failed else ''}: {why}; {self.options.attempts} attempts were made, at "
+            f"{len(self.urls)} server{'s' * (len(self.urls) > 1)}. Look at the server's log, or raise attempts="
+        ) from why.__cause__
+
+    def _pause(self, attempt: int, key: str) -> float:
+        whole = min(self.options.backoff_s * 2.0 ** (attempt - 1), self.options.backoff_most_s)
+        return whole * (0.5 + 0.5 * random.Random(f"{key}/{attempt}").random())
+
+    async def _ask(
+        self, server: Server, messages: Sequence[Mapping[str, Any]], fields: dict[str, Any], extra: dict[str, Any]
+    ) -> dict[str, Any]:
+        openai = self._openai
+        self.requests += 1
+        try:
+            with anyio.fail_after(self.options.timeout_s):
+                raw = await self._clients[server.url].chat.completions.with_raw_response.create(
+                    messages=list(messages), extra_body=extra, **fields
+                )
+            reply = decoded(raw.content)
+        except TimeoutError as error:
+            raise _Passing(f"no reply within {self.options.timeout_s:g} s", ill=True) from error
+        except openai.APIStatusError as error:
+            raise _of_status(server, error) from error
+        except openai.APIConnectionError as error:
+            raise _Passing(f"no connection, or one that broke ({error.__cause__ or error})", ill=True) from error
+        except (ValueError, openai.APIError) as error:
+            raise _Passing(f"the reply is no JSON ({error})", ill=False) from error
+        return _checked(reply)
+
+
+class _Passing(Exception):
+    """An attempt came to nothing, and another one may not."""
+
+    def __init__(self, message: str, *, ill: bool, after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.ill, self.after_s = ill, after_s
+
+
+def _of_status(server: Server, error: Any) -> Exception:
+    status, said = error.status_code, str(error)[:500]
+    if status >= 500 or status in _PASSING:
+        after = _retry_after(error.response.headers.get("retry-after"))
+        return _Passing(f"answered {status} ({said})", ill=status != 429, after_s=after)
+    return RequestRefused(f"{server.url}: answered {status}, and would again: {said}")
+
+
+def _retry_after(said: str | None) -> float | None:
+    """Return the seconds that ``Retry-After`` says, in either of its forms (RFC 9110, section 10.2.3)."""
+    if said is None:
+        return None
+    try:
+        return max(0.0, float(said))
+    except ValueError:
+        try:
+            return max(0.0, parsedate_to_datetime(said).timestamp() - running_clock().wall())
+        except (ValueError, TypeError):
+            return None
+
+
+def _checked(reply: Any) -> dict[str, Any]:
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(reply, dict) or not isinstance(first, dict) or not isinstance(first.get("message"), dict):
+        raise _Passing("the reply has no choice with a message", ill=False) from ChatError(repr(reply)[:200])
+    return reply
+
+
+def _no_limits(openai: Any) -> Any:
+    """Return limits of the pool of connections that never let a request wait there: places are given out here."""
+    for name in ("httpx2", "httpx"):  # the one that the client is built on
+        module = sys.modules.get(name)
+        if module is not None and issubclass(openai.DefaultAsyncHttpxClient, module.AsyncClient):
+            return module.Limits(max_connections=None, max_keepalive_connections=None)
+    raise ImportError("tasks.chat: openai is built on an HTTP client that is not known here; pin openai below it")

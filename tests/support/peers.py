@@ -1,0 +1,47 @@
+"""Rows and trajectories as other systems were given them, so that what they wrote can be compared value by value. Needs
+numpy alone: it is imported where these systems are installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def transitions(first: int, count: int) -> dict[str, np.ndarray]:
+    """Return the rows ``first`` and so on: an episode has 5 of them, and every other one is truncated."""
+    number = np.arange(first, first + count)
+    last = number % 5 == 4
+    return {
+        "observation": (number[:, None] * 10 + np.arange(3)).astype(np.float32),
+        "action": number % 4,
+        "pixels": ((number[:, None, None] * 7 + np.arange(16).reshape(4, 4)) % 256).astype(np.uint8),
+        "half": (number[:, None] / 4 + np.arange(2)).astype(np.float16),
+        "traj": number // 5,
+        "next_observation": (number[:, None] * 10 + 5 + np.arange(3)).astype(np.float32),
+        "reward": (number / 8).astype(np.float32),
+        "terminated": last & (number // 5 % 2 == 0),
+        "truncated": last & (number // 5 % 2 == 1),
+    }
+
+
+def priority(number: np.ndarray) -> np.ndarray:
+    """Return the priorities of rows, before the exponent."""
+    return 1.0 + number % 3
+
+
+def episode(number: int, length: int) -> dict[str, Any]:
+    """Return an episode as Minari has it: one observation more than steps."""
+    rng = np.random.default_rng(number)
+    ended = number % 2 == 0
+    return {
+        "observations": {"state": rng.standard_normal((length + 1, 3)), "image": _images(rng, length + 1)},
+        "actions": rng.integers(0, 4, length),
+        "rewards": rng.standard_normal(length),
+        "terminations": np.arange(length) == (length - 1 if ended else -1),
+        "truncations": np.arange(length) == (-1 if ended else length - 1),
+    }
+
+
+def _images(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(0, 256, (count, 4, 4, 3), np.uint8)
