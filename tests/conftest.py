@@ -15,7 +15,12 @@ pytest_plugins = ["pipeline.testing.plugin"]
 
 
 def pytest_configure() -> None:
-    """Started by a shell as a job beside others, Ctrl-C is ignored by this process and by each that a test starts."""
+    """Started by a shell as a job beside others, Ctrl-C is ignored by this process and by each that a test starts.
+
+    torch asks for the name of each address that a store connects to. Without a network that takes the name service's
+    limit, which is 5 s twice over, for each of some hundred connections.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint import status_of, verify
+from tests.support.gone import names
 from tests.support.pipeline_ranks import COUNTS, GROUPS, SAVE_EVERY, train
 from tests.support.ranked import manifests, processes, serve
 from tests.support.ranks import at_once, fine
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
-LIMIT_S = 2.0
 ITEMS = sum(COUNTS.values())
 
 
@@ -72,8 +72,9 @@ class Lives:
 
     def lose(self, size: int, striker: int, after: int) -> None:
         """Let one rank be killed at a change of the folder: the others are told."""
-        with processes(self.server, train, self.directory, size, timeout_s=LIMIT_S) as ranks:
+        with processes(self.server, train, self.directory, size) as ranks:
             ranks.start(self.options, of_rank={striker: (self.options, after)})
+            ranks.gone(striker)
             said = [each.rest() for each in ranks.ranks]
             codes = ranks.ends()
         assert codes[striker] == -9
@@ -81,7 +82,7 @@ class Lives:
         for rank, each in enumerate(said):
             if rank != striker:
                 assert each[-1][0] == "failed", each
-                assert each[-1][1] == "PeerGone" or f"rank {striker} was not heard from" in each[-1][2], each[-1]
+                assert each[-1][1] == "PeerGone" or names(striker, each[-1][2]), each[-1]
                 assert abs(len(steps[rank]) - len(steps[striker])) <= 1
 
     def end(self, size: int) -> None:
@@ -136,7 +137,6 @@ def test_one_rank_is_killed_at_a_change_of_the_folder_and_the_others_are_told(tm
             lives.lose(ranks, min(striker, ranks - 1), chance.randrange(3, 60 if striker == 0 else 30))
         lives.end(other)
 
-    # They mostly wait for the limit.
     for number in range(SOAK):
         every = [(2, 0, 3), (2, 1, 1), (3, 2, 2)]
         fine(at_once([lambda each=each: run(number, *each) for each in every]))  # type: ignore[misc]  # noqa: B023

@@ -26,6 +26,7 @@ from pipeline.store.files import OsFiles
 from pipeline.store.layout import Layout
 from pipeline.testing import KillingFiles
 from tests.support.children import ChildProcess
+from tests.support.gone import GoneStore
 from tests.support.replaying import Counter
 
 group: Any = torch.distributed
@@ -48,9 +49,15 @@ class Place(NamedTuple):
         return group.PrefixStore(self.name, client)
 
     def join(self) -> Ranks:
-        """Join the group of processes."""
+        """Join the group of processes. Nobody waits for one of which :meth:`Group.gone` has told."""
         group.init_process_group("gloo", store=self.store(), rank=self.rank, world_size=self.size)
-        return Ranks.torch(timeout_s=self.timeout_s)
+        store: Any = GoneStore(group.distributed_c10d._get_default_store(), self._is_gone)
+        return Ranks(store, group.get_rank(), group.get_world_size(), timeout_s=self.timeout_s)
+
+    def _is_gone(self, store: Any, rank: int) -> bool:
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return bool(store.check([f"{self.name}/gone/{rank}"]))
 
     def known(self) -> Ranks:
         """Return the ranks over a store of which the test knows what it calls the keys."""
@@ -78,6 +85,12 @@ class Group:
         """Return when a rank has told something under this key, in a store of :meth:`Place.known`."""
         prefix = self.places[0].name
         self.server.wait([f"{prefix}/{key}"], timedelta(seconds=PATIENCE))
+
+    def gone(self, rank: int) -> None:
+        """Wait until a rank has ended, and let the time limit be over for who waits for it."""
+        self.ranks[rank].process.join(PATIENCE)
+        assert self.ranks[rank].process.exitcode is not None, "it lives"
+        self.server.set(f"{self.places[0].name}/gone/{rank}", "")
 
     def ends(self) -> list[int]:
         """Return the exit codes of all; negative for a signal."""
@@ -225,15 +238,12 @@ TOLD = -1
 """In place of a change of the folder: when the rank has told what it has written."""
 
 
-def save_and_die(
-    pipe: Connection, place: Place, directory: str, after: int | None, of_all: bool, limit_s: float
-) -> None:
+def save_and_die(pipe: Connection, place: Place, directory: str, after: int | None, of_all: bool) -> None:
     """Resume and say what is there; save three steps, and say what becomes of it.
 
     Args:
         after: in the second save, die instead of the change that comes after so many, or when it is :data:`TOLD`.
         of_all: all ranks die then.
-        limit_s: the time limit from the second save on.
     """
     ranks = place.join()
     others = [pid for pid in ranks.all("process", os.getpid()) if of_all and pid != os.getpid()]
@@ -247,8 +257,6 @@ def save_and_die(
                 counter.step = begun.step + 1 + number
                 add(buffer, place.rank, counter.step)
                 files.log.clear()
-                if number == 1:
-                    buffer._saver.ranks.timeout_s = limit_s  # type: ignore[attr-defined]
                 if number == 1 and after == TOLD:
                     _die_when_told(buffer, files)
                 elif number == 1 and after is not None:

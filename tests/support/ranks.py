@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed
 
 from pipeline.distributed import Ranks
+from tests.support.gone import GoneStore
 
 T = TypeVar("T")
 
 
-def ranks_of(size: int, *, timeout_s: float = 60.0) -> list[Ranks]:
-    """Return the ranks of a new group."""
+def ranks_of(size: int, *, timeout_s: float = 60.0, gone: Container[int] = ()) -> list[Ranks]:
+    """Return the ranks of a new group; nobody waits for those that are gone."""
     group: Any = torch.distributed
-    store = group.HashStore()
+    store: Any = GoneStore(group.HashStore(), lambda _, rank: rank in gone)
     return [Ranks(store, rank, size, timeout_s=timeout_s) for rank in range(size)]
 
 
 def on_ranks(size: int, do: Callable[[Ranks], T], *, timeout_s: float = 60.0) -> list[T | BaseException]:
-    """Call ``do`` on every rank of a new group, at the same time; return by rank what it gave, or raised."""
-    return at_once([lambda ranks=ranks: do(ranks) for ranks in ranks_of(size, timeout_s=timeout_s)])  # type: ignore[misc]
+    """Call ``do`` on every rank of a new group, at the same time; return by rank what it gave, or raised. One that is
+    done with it is gone: the time limit is over at once for who waits for it."""
+    gone = set[int]()
+
+    def run(ranks: Ranks) -> T:
+        try:
+            return do(ranks)
+        finally:
+            gone.add(ranks.rank)
+
+    return at_once([partial(run, ranks) for ranks in ranks_of(size, timeout_s=timeout_s, gone=gone)])
 
 
 def at_once(calls: list[Callable[[], T]]) -> list[T | BaseException]:

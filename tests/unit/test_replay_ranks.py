@@ -20,6 +20,7 @@ from pipeline.errors import ConfigError, RankFailed, RankLost, RanksError, Usage
 from pipeline.replay import ReplayBuffer
 from pipeline.store.files import OsFiles
 from pipeline.store.layout import Layout
+from tests.support.gone import names
 from tests.support.ranks import at_once, fine, on_ranks, ranks_of
 
 SELECTS: list[Any] = ["uniform", Prioritized(alpha=0.6, beta=0.4)]
@@ -245,8 +246,9 @@ def test_a_second_buffer_of_the_same_ranks_does_not_hear_what_the_first_one_told
                 return str(error)
         return ""
 
-    first, second = fine(on_ranks(2, train, timeout_s=1.0))
-    assert "save part: rank 1 was not heard from" in first
+    first, second = fine(on_ranks(2, train))
+    assert names(1, first)
+    assert first.startswith("save part: ")
     assert second == ""
 
 
@@ -342,10 +344,12 @@ def test_a_rank_that_does_not_save_is_named(tmp_path: Path) -> None:
                 return f"{type(error).__name__}: {error}"
             return "saved"
 
-    first, second, third = fine(on_ranks(3, train, timeout_s=1.0))
-    assert "RankLost: save part: rank 1 was not heard from within 1 s" in str(first)
+    first, second, third = fine(on_ranks(3, train))
+    assert str(first).startswith("RankLost: save part: ")
+    assert names(1, str(first))
     assert second == ""
-    assert "RankFailed: save: rank 0 failed: RankLost: save part: rank 1 was not heard from" in str(third)
+    assert str(third).startswith("RankFailed: save: rank 0 failed: RankLost: save part: ")
+    assert names(1, str(third))
     assert not list((tmp_path / "generations").glob("*/manifest.json"))
 
 
@@ -368,7 +372,7 @@ def test_another_folder_on_another_rank_is_refused(tmp_path: Path) -> None:
         with ReplayBuffer(64, directory=tmp_path / str(ranks.rank), ranks=ranks) as buffer:
             buffer.resume()
 
-    found = on_ranks(2, begin, timeout_s=5.0)
+    found = on_ranks(2, begin)
     assert "All ranks need the same folder" in str(found[0])
     assert "All ranks need the same folder" in str(found[1])
 
