@@ -13,13 +13,13 @@ from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.verify import bytes_to_verify
 from pipeline.cli.terminal import Terminal, aside, make_parser, run_command
 from pipeline.cli.words import counted
-from pipeline.tools.salvaging import SalvagedRows, salvage_run
+from pipeline.tools.salvaging import SalvagedBuffer, SalvagedRows, SalvagedTrajectories, salvage_run
 
 DONE = 0
 DESCRIPTION = """\
 Write everything that is whole of a damaged run into a new run, and list what is not: of a run of rollouts, or of a
-buffer of transitions. The damaged run is only read; no other process may write in it meanwhile. The new one appears
-when it is complete.
+buffer of transitions or trajectories. The damaged run is only read; no other process may write in it meanwhile. The
+new one appears when it is complete.
 """
 EXAMPLE = "forebay salvage runs/a runs/a-salvaged --dry-run"
 EXITS = """\
@@ -58,21 +58,21 @@ def _run(given: Any) -> int:
     return DONE
 
 
-def _salvaged(out: Terminal, given: Any) -> Salvaged | SalvagedRows:
+def _salvaged(out: Terminal, given: Any) -> Salvaged | SalvagedBuffer:
     with aside(given.out) as part, out.progress(bytes_to_verify(given.run), "salvage") as advance:
         return salvage_run(given.run, part, step=given.step, told=advance, called=given.out)
 
 
-def _rehearsed(out: Terminal, given: Any) -> Salvaged | SalvagedRows:
+def _rehearsed(out: Terminal, given: Any) -> Salvaged | SalvagedBuffer:
     with out.progress(bytes_to_verify(given.run), "salvage, dry run") as advance:
         return salvage_run(given.run, given.out, step=given.step, told=advance, rehearse=True)
 
 
-def _show(out: Terminal, found: Salvaged | SalvagedRows, run: str, *, dry_run: bool) -> None:
+def _show(out: Terminal, found: Salvaged | SalvagedBuffer, run: str, *, dry_run: bool) -> None:
     verb = "would be written" if dry_run else "written"
     out.line(f"{found.directory}: {verb}", style="good")
     usable, every = found.generations_usable, found.generations_usable + found.generations_unusable
-    says = "how the buffer stood" if isinstance(found, SalvagedRows) else "what the weights have seen"
+    says = "how the buffer stood" if isinstance(found, SalvagedBuffer) else "what the weights have seen"
     out.fields(
         [
             ("from", f"{run}, {found.origin.replace('/', ', generation ')} (step {found.step})"),
@@ -89,13 +89,22 @@ def _show(out: Terminal, found: Salvaged | SalvagedRows, run: str, *, dry_run: b
         out.line("Nothing was written: this was a dry run.", style="faint")
 
 
-def _kept(found: Salvaged | SalvagedRows) -> list[tuple[str, str]]:
-    if isinstance(found, SalvagedRows):
+def _kept(found: Salvaged | SalvagedBuffer) -> list[tuple[str, str]]:
+    if isinstance(found, Salvaged):
+        return _rollouts(found)
+    lost = f"{found.rows_lost:,} are lost"
+    if isinstance(found, SalvagedTrajectories):
+        lost = f"{found.trajectories_lost:,} with {counted(found.rows_lost, 'row')} are lost"
+        kept = counted(found.trajectories_kept, "trajectory", "trajectories")
+        return [("kept", f"{kept} with {counted(found.rows_kept, 'row')}, and {lost}")]
+    shown = [("kept", f"{counted(found.rows_kept, 'row')}, and {lost}")]
+    if isinstance(found, SalvagedRows) and found.episodes_split:
         split = counted(found.episodes_split, "episode")
-        return [
-            ("kept", f"{counted(found.rows_kept, 'row')}, and {found.rows_lost:,} are lost"),
-            *([("split", f"{split} by rows that are gone between others")] if found.episodes_split else []),
-        ]
+        shown.append(("split", f"{split} by rows that are gone between others"))
+    return shown
+
+
+def _rollouts(found: Salvaged) -> list[tuple[str, str]]:
     kept = f"{counted(found.groups_kept, 'finished group')}, {counted(found.members_kept, 'payload')}"
     again = (
         f"{counted(found.members_again, 'member')} to be run again; {counted(found.items_again, 'item')} from the start"

@@ -17,14 +17,12 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, OPEN, PLACE
-from pipeline.checkpoint import lost
-from pipeline.checkpoint.generations import Stored, check_generation, check_listed, find_generations
 from pipeline.checkpoint.losses import Loss
-from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, TRAINER_FOLDER
-from pipeline.checkpoint.survey import identify
-from pipeline.errors import Damaged, ForebayError, StoreError, UsageError
+from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
+from pipeline.errors import Damaged, UsageError
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import read_values
+from pipeline.replay.salvage_choice import Chosen, choose_generation, commit_salvaged, payload_loss
 from pipeline.replay.state import BufferState, read_buffer_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
@@ -39,24 +37,19 @@ class SavedRows(NamedTuple):
     """What is whole of a buffer, as its ``state_dict`` would be, and what is not.
 
     Attributes:
-        stored: the generation that it is of.
-        left_out: the trainer's files that are not whole, and why.
+        chosen: the generation that it is of.
         state: what ``load_state_dict`` takes.
         kept, missing: rows.
         split: episodes that go on as another one after a gap.
         losses: each place that is not whole.
-        usable, unusable: generations that could be gone on from, and others.
     """
 
-    stored: Stored
-    left_out: dict[str, str]
+    chosen: Chosen
     state: dict[str, Any]
     kept: int
     missing: int
     split: int
     losses: list[Loss]
-    usable: int
-    unusable: int
 
 
 def whole_rows(layout: Layout, *, step: int | None = None) -> SavedRows:
@@ -64,80 +57,19 @@ def whole_rows(layout: Layout, *, step: int | None = None) -> SavedRows:
     the rows are in memory then.
 
     Raises:
-        NotARun: there is no run.
-        UsageError: it is of another kind, or its rows cannot be told apart from what would be lost.
-        Damaged: no generation says how the buffer stood.
-        StoreError: there is none of ``step``.
+        UsageError: the run is of another kind, or its rows cannot be told apart from what would be lost.
+        NotARun, Damaged, StoreError: as :func:`~pipeline.replay.salvage_choice.choose_generation`.
     """
-    run, losses = identify(layout)
-    found = find_generations(layout, run.run_id)
-    for number, error in found.damaged:
-        path = os.path.join(layout.generations, f"{number:08d}", "manifest.json")
-        losses.append(_loss(layout, path, error, lost.with_manifest(number)))
-    faults = {stored.manifest.generation: _faults(stored) for stored in found.complete}
-    chosen = _choose(layout, found.complete, faults, step)
-    for stored in found.complete:
-        for path, fault in faults[stored.manifest.generation].items():
-            what = lost.with_file(stored.manifest, path)
-            if stored is chosen:  # of the trainer: the state is whole
-                what = f"this file: it is left out, and the trainer must get it from elsewhere ({path})"
-            losses.append(_loss(layout, os.path.join(stored.folder, path), fault, what))
-    usable = sum(not _of_state(each) for each in faults.values())
-    rows = _Rows(layout, run.tag, chosen)
-    left_out = {path: str(error) for path, error in faults[chosen.manifest.generation].items()}
-    unusable = len(faults) - usable + len(found.damaged)
-    return rows.result()._replace(left_out=left_out, losses=[*losses, *rows.losses], usable=usable, unusable=unusable)
-
-
-def _loss(layout: Layout, path: str, error: Exception, what: str) -> Loss:
-    offset = error.offset if isinstance(error, Damaged) else None
-    return Loss(path=os.path.relpath(path, layout.directory), offset=offset, what=str(error), lost=what)
-
-
-def _faults(stored: Stored) -> dict[str, Exception]:
-    faults: dict[str, Exception] = {}
-    for info in stored.manifest.files:
-        try:
-            check_listed(stored, info)
-        except (ForebayError, OSError) as error:
-            faults[info.path] = error
-    return faults
-
-
-def _of_state(faults: Mapping[str, Exception]) -> list[str]:
-    return [path for path in faults if not path.startswith(TRAINER_FOLDER + "/")]
-
-
-def _choose(
-    layout: Layout, complete: list[Stored], faults: Mapping[int, Mapping[str, Exception]], step: int | None
-) -> Stored:
-    """Return the newest generation that is whole but for its rows, or else the newest whose state is."""
-    asked = [each for each in complete if step in (None, each.manifest.step)]
-    if step is not None and not asked:
-        steps = sorted({each.manifest.step for each in complete})
-        raise StoreError(f"{layout.directory}: no generation of step {step} can be read; there are steps {steps}")
-    stated = [each for each in asked if not _of_state(faults[each.manifest.generation])]
-    if not stated:
-        named = {each.manifest.generation: faults[each.manifest.generation].values() for each in asked}
-        told = "".join(f"\n  generation {number}: {'; '.join(map(str, wrong))}" for number, wrong in named.items())
-        raise Damaged(
-            f"{layout.directory}: no generation says how the buffer stood, so nobody knows what its rows are. Restore "
-            f"one of them from a copy:{told or ' there is none'}"
-        )
-    whole = [each for each in stated if not faults[each.manifest.generation]]
-    chosen = (whole or stated)[-1]
-    if chosen.manifest.kind != REPLAY:
-        raise UsageError(f"{chosen.folder}: of {chosen.manifest.kind}, and not of a buffer of transitions")
-    return chosen
+    return _Rows(layout, choose_generation(layout, REPLAY, step)).result()
 
 
 class _Rows:
     """The rows of one generation that are whole."""
 
-    def __init__(self, layout: Layout, run_tag: int, stored: Stored) -> None:
-        self.layout, self.tag, self.stored = layout, run_tag, stored
+    def __init__(self, layout: Layout, chosen: Chosen) -> None:
+        self.layout, self.chosen, self.stored = layout, chosen, chosen.stored
         self.losses: list[Loss] = []
-        self.state, _ = read_buffer_state(stored.folder)
+        self.state, _ = read_buffer_state(chosen.stored.folder)
         self._refuse()
 
     def _refuse(self) -> None:
@@ -174,15 +106,12 @@ class _Rows:
         state.size = len(kept)
         rows = {name: each[kept] for name, each in arrays.items()}
         return SavedRows(
-            stored=self.stored,
-            left_out={},
+            chosen=self.chosen,
             state={"state": msgspec.to_builtins(state), "values": kept_values, "rows": rows},
             kept=len(kept),
             missing=missing,
             split=split,
-            losses=self.losses,
-            usable=0,
-            unusable=0,
+            losses=[*self.chosen.losses, *self.losses],
         )
 
     def _read(self, oldest: int) -> tuple[dict[str, Ints], Ints]:
@@ -195,7 +124,7 @@ class _Rows:
         arrays |= {name: np.zeros(state.size, MARKS[name]) for name in KEPT_MARKS}
         blocks = {block.first: block for block in read_blocks(os.path.join(self.stored.folder, BLOCKS_FILE))}
         needed = [block for block in blocks.values() if block.first + block.count > oldest]
-        reader = PayloadReader(self.layout, self.tag, forgiving=True)
+        reader = PayloadReader(self.layout, self.chosen.run_tag, forgiving=True)
         gone: list[tuple[Block, Damaged]] = []
         for place, found in reader.each(block.place for block in needed):
             block = blocks[place[0]]
@@ -219,16 +148,8 @@ class _Rows:
     def _note(self, block: Block, error: Damaged, oldest: int, there: Ints) -> None:
         begin, end = max(oldest, block.first), min(self.state.added, block.first + block.count)
         absent = int((~there[begin - oldest : end - oldest]).sum())
-        path = self.layout.segment(*block.segment_key)
-        self.losses.append(
-            Loss(
-                path=os.path.relpath(path, self.layout.directory),
-                offset=block.offset,
-                bytes=block.length,
-                what=str(error),
-                lost=f"rows {begin} to {end - 1}, {absent} of which are in no other block",
-            )
-        )
+        what = f"rows {begin} to {end - 1}, {absent} of which are in no other block"
+        self.losses.append(payload_loss(self.layout, block, error, what))
 
     def _forget_selection(self, state: BufferState, *, told: bool) -> None:
         what = f"how far its order was: the selection, {state.selection}, begins anew"
@@ -333,26 +254,8 @@ def write_rows(saved: SavedRows, directory: str, *, origin: str, called: str, fi
         WriteFailed: it could not be written.
         Damaged: a file of the trainer's was whole a moment ago.
     """
-    manifest = saved.stored.manifest
+    manifest = saved.chosen.stored.manifest
     options = {name: value for name, value in manifest.options.items() if name in _NEEDED}
     with ReplayBuffer(manifest.options["capacity"], directory=directory, files=files, **options) as buffer:
         buffer.load_state_dict(saved.state, continue_episodes=True)
-        trainer = [info for info in manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
-        trainer = [info for info in trainer if info.path not in saved.left_out]
-        names = {os.path.splitext(os.path.basename(info.path))[0] for info in trainer}
-        like = Stored(saved.stored.folder, msgspec.structs.replace(manifest, files=trainer))
-        saver = buffer._saver
-        store = saver.begin()
-        generation = store.begin(manifest.step, (), [each for each in manifest.attached if each in names], like=like)
-        generation.manifest = msgspec.structs.replace(
-            generation.manifest,
-            reason="salvage",
-            origin=origin,
-            left_out={path: f"damaged when the run was salvaged: {why}" for path, why in saved.left_out.items()},
-            options={**manifest.options, "directory": called},
-            external=manifest.external,
-        )
-        with buffer.gate.lock:
-            job = saver._job(buffer._own)
-        check_generation(store.commit(generation, job, {}))  # it was copied from a disk that may have faults
-        return store.folder.run_id
+        return commit_salvaged(buffer, saved.chosen, origin=origin, called=called)

@@ -1,23 +1,26 @@
-"""Salvaging a run, of rollouts or a buffer of transitions."""
+"""Salvaging a run, of rollouts or a buffer of transitions or trajectories."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 
 from pipeline.checkpoint.losses import Loss, Salvaged
-from pipeline.checkpoint.manifest import REPLAY
+from pipeline.checkpoint.manifest import REPLAY, TRAJECTORIES
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
 from pipeline.checkpoint.salvage import salvage
 from pipeline.errors import ConfigError
 from pipeline.replay.salvaging import SavedRows, whole_rows, write_rows
+from pipeline.replay.salvaging_trajectories import SavedTrajectories, whole_trajectories, write_trajectories
+from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.tools.target import RUN, find_target
 
 
-class SalvagedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What :func:`salvage_run` wrote of a buffer of transitions, and what it could not."""
+class SalvagedBuffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What :func:`salvage_run` wrote of a buffer, and what it could not."""
 
     directory: str
     run_id: str
@@ -28,8 +31,6 @@ class SalvagedRows(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[Loss]
     rows_kept: int
     rows_lost: int
-    episodes_split: int
-    """Episodes of which rows in the middle are gone: what comes after these is an episode of its own."""
     generations_usable: int
     """Generations of the damaged run that say how the buffer stood."""
     generations_unusable: int
@@ -42,6 +43,20 @@ class SalvagedRows(msgspec.Struct, frozen=True, kw_only=True):
         return not self.losses
 
 
+class SalvagedRows(SalvagedBuffer, frozen=True, kw_only=True):
+    """Of a buffer of transitions."""
+
+    episodes_split: int
+    """Episodes of which rows in the middle are gone: what comes after these is an episode of its own."""
+
+
+class SalvagedTrajectories(SalvagedBuffer, frozen=True, kw_only=True):
+    """Of a buffer of trajectories."""
+
+    trajectories_kept: int
+    trajectories_lost: int
+
+
 def salvage_run(
     directory: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -50,11 +65,12 @@ def salvage_run(
     rehearse: bool = False,
     told: Told | None = None,
     called: str | os.PathLike[str] | None = None,
-) -> Salvaged | SalvagedRows:
+) -> Salvaged | SalvagedRows | SalvagedTrajectories:
     """Write everything that is whole of a damaged run into a new run; the damaged run is only read. Blocks.
 
     Of a run of rollouts see :func:`pipeline.checkpoint.salvage`. Of a buffer of transitions the rows of whole blocks
-    come along, with their priorities; they are in memory meanwhile.
+    come along, with their priorities, and of a buffer of trajectories those that are whole; they are in memory
+    meanwhile.
 
     Args:
         directory: the damaged run's.
@@ -67,8 +83,8 @@ def salvage_run(
     Raises:
         ConfigError: ``target`` holds something, or lies inside the damaged run.
         NotARun: there is no run in ``directory``.
-        UsageError: it is a run that cannot be salvaged: of trajectories, of shards, of rollouts that fill a buffer, or
-            of a buffer whose rows lie in another way; the message says what to do instead.
+        UsageError: it is a run that cannot be salvaged: of shards, of rollouts that fill a buffer, or of a buffer whose
+            rows lie in another way; the message says what to do instead.
         Damaged: no generation can be gone on from.
         WriteFailed: the new run could not be written.
     """
@@ -77,32 +93,46 @@ def salvage_run(
         raise ConfigError.of("RUN", found.path, f"a run's folder is needed, and this is a {found.what}")
     tell: Told = told or (lambda count: None)
     name = os.path.abspath(target if called is None else called)
-    if found.stored is None or found.stored.manifest.kind != REPLAY:
+    kind = None if found.stored is None else found.stored.manifest.kind
+    if kind not in (REPLAY, TRAJECTORIES):
         files = Rehearsal(tell) if rehearse else Counting(Copying(), tell)
         return salvage(directory, target, step=step, files=files, called=name)
     _check_target(found.path, os.path.abspath(target))
-    layout = Layout(found.path)
-    saved = whole_rows(layout, step=step)
-    origin = f"{found.run.run_id}/{saved.stored.manifest.generation}"
-    run_id = ""
-    if not rehearse:
-        run_id = write_rows(saved, os.path.abspath(target), origin=origin, called=name, files=Counting(Copying(), tell))
-    return _of_rows(saved, name, run_id, origin)
+    saved: _Saved = (whole_rows if kind == REPLAY else whole_trajectories)(Layout(found.path), step=step)
+    origin = f"{found.run.run_id}/{saved.chosen.stored.manifest.generation}"
+    run_id = "" if rehearse else _written(saved, os.path.abspath(target), origin, name, Counting(Copying(), tell))
+    return _told(saved, name, run_id, origin)
 
 
-def _of_rows(saved: SavedRows, name: str, run_id: str, origin: str) -> SalvagedRows:
-    return SalvagedRows(
-        directory=name,
-        run_id=run_id,
-        origin=origin,
-        step=saved.stored.manifest.step,
-        losses=saved.losses,
-        rows_kept=saved.kept,
-        rows_lost=saved.missing,
-        episodes_split=saved.split,
-        generations_usable=saved.usable,
-        generations_unusable=saved.unusable,
-        left_out=saved.left_out,
+_Saved = SavedRows | SavedTrajectories
+
+
+def _written(saved: _Saved, target: str, origin: str, called: str, files: FilesLike) -> str:
+    if isinstance(saved, SavedRows):
+        return write_rows(saved, target, origin=origin, called=called, files=files)
+    return write_trajectories(saved, target, origin=origin, called=called, files=files)
+
+
+def _told(saved: _Saved, name: str, run_id: str, origin: str) -> SalvagedRows | SalvagedTrajectories:
+    chosen = saved.chosen
+    common: dict[str, Any] = {
+        "directory": name,
+        "run_id": run_id,
+        "origin": origin,
+        "step": chosen.stored.manifest.step,
+        "losses": saved.losses,
+        "generations_usable": chosen.usable,
+        "generations_unusable": chosen.unusable,
+        "left_out": chosen.left_out,
+    }
+    if isinstance(saved, SavedRows):
+        return SalvagedRows(**common, rows_kept=saved.kept, rows_lost=saved.missing, episodes_split=saved.split)
+    return SalvagedTrajectories(
+        **common,
+        rows_kept=saved.rows_kept,
+        rows_lost=saved.rows_missing,
+        trajectories_kept=saved.kept,
+        trajectories_lost=saved.missing,
     )
 
 

@@ -1,0 +1,150 @@
+"""Which generation of a damaged buffer is gone on from, and what is damaged in the others. Blocks, and changes
+nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.checkpoint import lost
+from pipeline.checkpoint.generations import Stored, check_generation, check_listed, find_generations
+from pipeline.checkpoint.losses import Loss
+from pipeline.checkpoint.manifest import TRAINER_FOLDER
+from pipeline.checkpoint.survey import identify
+from pipeline.errors import Damaged, ForebayError, StoreError, UsageError
+from pipeline.replay.folder_verbs import FolderVerbs
+from pipeline.store.layout import Layout
+
+
+class Chosen(NamedTuple):
+    """The generation, and what is not whole beside payloads.
+
+    Attributes:
+        stored: the newest that is whole but for its payloads, or else the newest that says how the buffer stood.
+        run_tag: of the run.
+        left_out: the trainer's files that are not whole, and why.
+        losses: each place that is not whole.
+        usable, unusable: generations that could be gone on from, and others.
+    """
+
+    stored: Stored
+    run_tag: int
+    left_out: dict[str, str]
+    losses: list[Loss]
+    usable: int
+    unusable: int
+
+
+def choose_generation(layout: Layout, kind: str, step: int | None = None) -> Chosen:
+    """Look at every generation of a buffer's run, and choose.
+
+    Raises:
+        NotARun: there is no run.
+        UsageError: it is of another kind.
+        Damaged: no generation says how the buffer stood.
+        StoreError: there is none of ``step``.
+    """
+    run, losses = identify(layout)
+    found = find_generations(layout, run.run_id)
+    for number, error in found.damaged:
+        path = os.path.join(layout.generations, f"{number:08d}", "manifest.json")
+        losses.append(_loss(layout, path, error, lost.with_manifest(number)))
+    faults = {stored.manifest.generation: _faults(stored) for stored in found.complete}
+    chosen = _choose(layout, found.complete, faults, step)
+    if chosen.manifest.kind != kind:
+        raise UsageError(f"{chosen.folder}: was saved by a run of {chosen.manifest.kind}, and not of {kind}")
+    for stored in found.complete:
+        for path, fault in faults[stored.manifest.generation].items():
+            what = lost.with_file(stored.manifest, path)
+            if stored is chosen:  # of the trainer: the state is whole
+                what = f"this file: it is left out, and the trainer must get it from elsewhere ({path})"
+            losses.append(_loss(layout, os.path.join(stored.folder, path), fault, what))
+    usable = sum(not _of_state(each) for each in faults.values())
+    left_out = {path: str(error) for path, error in faults[chosen.manifest.generation].items()}
+    unusable = len(faults) - usable + len(found.damaged)
+    return Chosen(chosen, run.tag, left_out, losses, usable, unusable)
+
+
+def _loss(layout: Layout, path: str, error: Exception, what: str) -> Loss:
+    offset = error.offset if isinstance(error, Damaged) else None
+    return Loss(path=os.path.relpath(path, layout.directory), offset=offset, what=str(error), lost=what)
+
+
+def _faults(stored: Stored) -> dict[str, Exception]:
+    faults: dict[str, Exception] = {}
+    for info in stored.manifest.files:
+        try:
+            check_listed(stored, info)
+        except (ForebayError, OSError) as error:
+            faults[info.path] = error
+    return faults
+
+
+def _of_state(faults: Mapping[str, Exception]) -> list[str]:
+    return [path for path in faults if not path.startswith(TRAINER_FOLDER + "/")]
+
+
+def _choose(
+    layout: Layout, complete: list[Stored], faults: Mapping[int, Mapping[str, Exception]], step: int | None
+) -> Stored:
+    """Return the newest generation that is whole but for its rows, or else the newest whose state is."""
+    asked = [each for each in complete if step in (None, each.manifest.step)]
+    if step is not None and not asked:
+        steps = sorted({each.manifest.step for each in complete})
+        raise StoreError(f"{layout.directory}: no generation of step {step} can be read; there are steps {steps}")
+    stated = [each for each in asked if not _of_state(faults[each.manifest.generation])]
+    if not stated:
+        named = {each.manifest.generation: faults[each.manifest.generation].values() for each in asked}
+        told = "".join(f"\n  generation {number}: {'; '.join(map(str, wrong))}" for number, wrong in named.items())
+        raise Damaged(
+            f"{layout.directory}: no generation says how the buffer stood, so nobody knows what its rows are. Restore "
+            f"one of them from a copy:{told or ' there is none'}"
+        )
+    whole = [each for each in stated if not faults[each.manifest.generation]]
+    return (whole or stated)[-1]
+
+
+def commit_salvaged(buffer: FolderVerbs, chosen: Chosen, *, origin: str, called: str) -> str:
+    """Save a buffer, which holds what is whole, as the first generation of its run, with the trainer's files. Returns
+    the run's id.
+
+    Args:
+        buffer: with a directory, which will be called ``called``.
+        chosen: what it was read from.
+        origin: run id and generation of that.
+        called: what the directory will be called.
+
+    Raises:
+        WriteFailed: it could not be written.
+        Damaged: a file of the trainer's was whole a moment ago.
+    """
+    manifest = chosen.stored.manifest
+    trainer = [info for info in manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
+    trainer = [info for info in trainer if info.path not in chosen.left_out]
+    names = {os.path.splitext(os.path.basename(info.path))[0] for info in trainer}
+    like = Stored(chosen.stored.folder, msgspec.structs.replace(manifest, files=trainer))
+    saver: Any = buffer._saver
+    store = saver.begin()
+    generation = store.begin(manifest.step, (), [each for each in manifest.attached if each in names], like=like)
+    generation.manifest = msgspec.structs.replace(
+        generation.manifest,
+        reason="salvage",
+        origin=origin,
+        left_out={path: f"damaged when the run was salvaged: {why}" for path, why in chosen.left_out.items()},
+        options={**manifest.options, "directory": called},
+        external=manifest.external,
+    )
+    with buffer.gate.lock:
+        job = saver._job(buffer._own)
+    check_generation(store.commit(generation, job, {}))  # it was copied from a disk that may have faults
+    run_id: str = store.folder.run_id
+    return run_id
+
+
+def payload_loss(layout: Layout, block: Any, error: Damaged, what: str) -> Loss:
+    """Return the loss of a block."""
+    path = os.path.relpath(layout.segment(*block.segment_key), layout.directory)
+    return Loss(path=path, offset=block.offset, bytes=block.length, what=str(error), lost=what)
