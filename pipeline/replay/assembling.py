@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.compressed import fitting
-from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL
+from pipeline.buffer.transitions.layout import CUT, END
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.errors import Damaged
 from pipeline.replay.episode_ids import EpisodeTable
+from pipeline.replay.gaps import Gaps
 from pipeline.replay.handing import Extra, SomeRows
 
 Ints = np.ndarray
@@ -124,27 +124,12 @@ class Assembled:
         Returns:
             The table of what is left, and how many names it took.
         """
-        kept = np.flatnonzero(self._there)
-        of = np.repeat(np.arange(len(table.rows)), table.rows)[kept]
-        begins = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
-        begins = np.union1d(begins, np.flatnonzero(np.diff(of, prepend=-1) != 0))
-        lengths = np.diff(np.append(begins, len(kept)))
-        whose = of[begins] if len(begins) else begins
-        self._move(kept)
-        part = np.repeat(np.arange(len(begins)), lengths)
-        place = np.arange(len(kept)) - np.repeat(begins, lengths)
-        slots = self._slots(np.arange(len(kept)))
-        last = slots[begins + lengths - 1] if len(begins) else slots
-        ring = self._ring
-        if len(kept):
-            ends = ring.storage.view(END)
-            serials = (self._first + np.arange(len(kept))).astype(np.uint32)
-            ring.storage.write(slots, {EPISODE: part, PLACE: place, BEHIND: place > 0, AHEAD: 1, SERIAL: serials})
-            ring.storage.write(last, {AHEAD: 0, END: np.where(ends[last] == 0, CUT, ends[last])})
-        uid, more = table.uid[whose].copy(), np.flatnonzero(np.diff(whose, prepend=-1) == 0)
-        uid[more] = names + np.arange(len(more))
-        none = np.zeros(len(begins), np.int64)
-        return EpisodeTable(np.arange(len(begins)), uid, table.age[whose], lengths, lengths, none), len(more)
+        gaps = Gaps.of(self._there, table.rows)
+        self._move(gaps.kept)
+        if len(gaps.kept):
+            storage, slots = self._ring.storage, self._slots(np.arange(len(gaps.kept)))
+            storage.write(slots, gaps.marks(storage.view(END)[slots], self._first))
+        return gaps.table(table, names)
 
     def _move(self, kept: Ints) -> None:
         """Have the rows at some places follow each other, up to the newest key."""
@@ -179,13 +164,6 @@ class Assembled:
             raise Damaged(
                 f"{where}: {self.missing} of {len(self._there)} rows are in none of its blocks. resume() an older one"
             )
-
-
-class Gone(NamedTuple):
-    """A place on the disk whose rows cannot be had."""
-
-    path: str
-    rows: int
 
 
 def _places(runs: Ints) -> Ints:

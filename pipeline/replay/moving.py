@@ -34,7 +34,7 @@ from pipeline.buffer.transitions.layout import (
 from pipeline.buffer.transitions.storage import as_runs
 from pipeline.errors import Damaged
 from pipeline.replay.ahead import ahead
-from pipeline.replay.assembling import Assembled, Gone
+from pipeline.replay.assembling import Assembled
 from pipeline.replay.episode_ids import Numbers, unlisted
 from pipeline.replay.handing import Extra, RowFormat, SomeRows
 from pipeline.replay.shards import ShardOnDisk, Shares
@@ -65,6 +65,15 @@ class Wanted(NamedTuple):
 def extras_named(names: Sequence[str]) -> list[Extra]:
     """Return what lies in files of these names; their ends are dtypes."""
     return [Extra(name, np.dtype(name.rpartition(".")[2])) for name in names]
+
+
+class Gone(NamedTuple):
+    """A block whose rows cannot be had: in which file, of which shard, and why."""
+
+    path: str
+    shard: int
+    block: Block
+    error: Damaged
 
 
 class Mover:
@@ -149,11 +158,10 @@ class Mover:
                     arrays = decode_block(found, self._wanted.schema, block.count, where)
                     keys, arrays = homes.there(block, arrays)
                     sorted_ = homes.find(keys, arrays, where)
-                except Damaged:
+                except Damaged as error:
                     if not self._partial:
                         raise
-                    count = min(block.first + block.count, shard.state.added) - max(block.first, shard.oldest)
-                    self.gone.append(Gone(self._layout.segment(*block.segment_key), count))
+                    self.gone.append(Gone(self._layout.segment(*block.segment_key), shard.rank, block, error))
                     continue
                 self.bytes_read += len(found)
                 yield from self._packed(homes, sorted_, keys, arrays)

@@ -12,7 +12,7 @@ import msgspec
 from pipeline.checkpoint import lost
 from pipeline.checkpoint.generations import Stored, check_generation, check_listed, find_generations
 from pipeline.checkpoint.losses import Loss
-from pipeline.checkpoint.manifest import TRAINER_FOLDER
+from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, SHARDS_FOLDER, TRAINER_FOLDER, Manifest, shard_prefix
 from pipeline.checkpoint.survey import identify
 from pipeline.errors import Damaged, ForebayError, StoreError, UsageError
 from pipeline.replay.folder_verbs import FolderVerbs
@@ -59,11 +59,12 @@ def choose_generation(layout: Layout, kind: str, step: int | None = None) -> Cho
     for stored in found.complete:
         for path, fault in faults[stored.manifest.generation].items():
             what = lost.with_file(stored.manifest, path)
-            if stored is chosen:  # of the trainer: the state is whole
+            if stored is chosen and of_trainer(path):
                 what = f"this file: it is left out, and the trainer must get it from elsewhere ({path})"
             losses.append(_loss(layout, os.path.join(stored.folder, path), fault, what))
-    usable = sum(not _of_state(each) for each in faults.values())
-    left_out = {path: str(error) for path, error in faults[chosen.manifest.generation].items()}
+    usable = sum(_stated(each.manifest, faults[each.manifest.generation]) for each in found.complete)
+    wrong = faults[chosen.manifest.generation].items()
+    left_out = {path: str(error) for path, error in wrong if of_trainer(path)}
     unusable = len(faults) - usable + len(found.damaged)
     return Chosen(chosen, run.tag, left_out, losses, usable, unusable)
 
@@ -83,8 +84,19 @@ def _faults(stored: Stored) -> dict[str, Exception]:
     return faults
 
 
-def _of_state(faults: Mapping[str, Exception]) -> list[str]:
-    return [path for path in faults if not path.startswith(TRAINER_FOLDER + "/")]
+def of_trainer(path: str) -> bool:
+    """Whether a file is the state of something attached, for all ranks or one of them."""
+    parts = path.split("/")
+    return parts[0] == TRAINER_FOLDER or (parts[0] == SHARDS_FOLDER and parts[2:3] == [OWN_FOLDER])
+
+
+def _stated(manifest: Manifest, faults: Mapping[str, Exception]) -> bool:
+    """Whether a generation says how the buffer stood; of shards, one of them is enough."""
+    wrong = [path for path in faults if not of_trainer(path)]
+    if manifest.kind != SHARDS:
+        return not wrong
+    hurt = {"/".join(path.split("/")[:2]) + "/" for path in wrong}
+    return bool({shard_prefix(shard.rank) for shard in manifest.shards} - hurt)
 
 
 def _choose(
@@ -95,7 +107,7 @@ def _choose(
     if step is not None and not asked:
         steps = sorted({each.manifest.step for each in complete})
         raise StoreError(f"{layout.directory}: no generation of step {step} can be read; there are steps {steps}")
-    stated = [each for each in asked if not _of_state(faults[each.manifest.generation])]
+    stated = [each for each in asked if _stated(each.manifest, faults[each.manifest.generation])]
     if not stated:
         named = {each.manifest.generation: faults[each.manifest.generation].values() for each in asked}
         told = "".join(f"\n  generation {number}: {'; '.join(map(str, wrong))}" for number, wrong in named.items())
@@ -105,6 +117,11 @@ def _choose(
         )
     whole = [each for each in stated if not faults[each.manifest.generation]]
     return (whole or stated)[-1]
+
+
+def salvage_notes(chosen: Chosen) -> dict[str, str]:
+    """Return which files the new generation leaves out, and why."""
+    return {path: f"damaged when the run was salvaged: {why}" for path, why in chosen.left_out.items()}
 
 
 def commit_salvaged(buffer: FolderVerbs, chosen: Chosen, *, origin: str, called: str) -> str:
@@ -133,7 +150,7 @@ def commit_salvaged(buffer: FolderVerbs, chosen: Chosen, *, origin: str, called:
         generation.manifest,
         reason="salvage",
         origin=origin,
-        left_out={path: f"damaged when the run was salvaged: {why}" for path, why in chosen.left_out.items()},
+        left_out=salvage_notes(chosen),
         options={**manifest.options, "directory": called},
         external=manifest.external,
     )

@@ -15,11 +15,21 @@ from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.layout import CUT, END
 from pipeline.checkpoint.generations import GenerationWriter, check_generation
 from pipeline.checkpoint.listed import HEADLESS, OPEN
-from pipeline.checkpoint.manifest import BLOCKS_FILE, OWN_FOLDER, REPLAY, SHARDS, Manifest, ShardInfo, shard_prefix
+from pipeline.checkpoint.manifest import (
+    BLOCKS_FILE,
+    OWN_FOLDER,
+    REPLAY,
+    SHARDS,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+    shard_prefix,
+)
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError
 from pipeline.replay.episode_ids import EpisodeTable, prefix_of
-from pipeline.replay.moving import Mover, Wanted, extras_named
+from pipeline.replay.handing import SomeRows
+from pipeline.replay.moving import Gone, Mover, Wanted, extras_named
 from pipeline.replay.resharding import Rank, open_in, state_of_rank, table_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.shards import ShardOnDisk, Shares, common_schema, read_shards, share_out
@@ -85,7 +95,7 @@ def reshard(
     check_generation(source.stored)  # what the trainer had attached comes along as it lies there
     if source.kind == SHARDS and source.stored.manifest.world_size == to and not rebalance:
         return _as_it_was(source, outputs, dry_run=dry_run)
-    job = _Job.of(source, to, capacity, rebalance=rebalance, evict=evict_oldest)
+    job = Job(source, _shards(source), to, capacity, rebalance=rebalance, evict=evict_oldest)
     return job.told(outputs.each[0].directory) if dry_run else job.made(outputs, told)
 
 
@@ -109,22 +119,31 @@ def _shards(source: Source) -> list[ShardOnDisk]:
     return [ShardOnDisk(0, source.stored, rows.state, rows.unknown, table, rows.blocks)]
 
 
-class _Job(NamedTuple):
-    """Rows that change ranks."""
+class Job:
+    """Rows that come to ranks, others or the same."""
 
-    source: Source
-    shards: list[ShardOnDisk]
-    shares: Shares
-    capacity: int | None
+    reason = TOOL
+    partial = False
+    """Whether to go on without what is damaged."""
 
-    @classmethod
-    def of(cls, source: Source, to: int, capacity: int | None, *, rebalance: bool, evict: bool) -> _Job:
-        """Plan it."""
-        shards = _shards(source)
+    def __init__(
+        self,
+        source: Source,
+        shards: list[ShardOnDisk],
+        to: int,
+        capacity: int | None = None,
+        *,
+        rebalance: bool = False,
+        evict: bool = False,
+    ) -> None:
+        self.source, self.shards, self.capacity = source, shards, capacity
         room, anew = MOST_ROWS if capacity is None else capacity, rebalance or source.kind == REPLAY
         where = source.stored.folder
-        shares = share_out(shards, to, room, rebalance=anew, evict=evict, where=where)
-        return cls(source, shards, shares, capacity)
+        self.shares: Shares = share_out(shards, to, room, rebalance=anew, evict=evict, where=where)
+        self.gone: list[Gone] = []
+        """Blocks that could not be read."""
+        self.split = 0
+        """Episodes that go on as another one after a gap."""
 
     @property
     def ranks(self) -> int:
@@ -166,13 +185,13 @@ class _Job(NamedTuple):
         """Write the new run into a place that has begun."""
         layout = Layout(output.folder)
         run = layout.create_folders(output.files)
-        source = self.source
-        life = life_after(source.layout, source.stored.manifest.incarnation) - 1  # no uid is of a later one
+        # Names of episodes are of a life: those that the job itself gives are of none that was, and none that comes.
+        life = life_after(self.source.layout, self.source.stored.manifest.incarnation) - (not self.partial)
         with contextlib.ExitStack() as stack:
             aside = self._scattered(layout, output.files, stack, told)
             generation = GenerationWriter(layout, output.files, 0)
             stack.callback(generation.abandon)  # does nothing once it was committed
-            generation.begin_with((), source.stored.trainer_files())
+            generation.begin_with((), self.files())
             target = _Target(layout, run, output.files, generation, life)
             wrote, shards = [], []
             for rank in range(self.ranks):
@@ -180,9 +199,38 @@ class _Job(NamedTuple):
                 wrote.append(one)
                 shards.append(info)
             made = self.told(output.directory, run.run_id, sum(info.bytes for info in shards))
-            _commit(source, generation, wrote, run, shards, output.directory, made.left_out)
+            manifest = self.manifest(shards, output.directory, made.left_out)
+            committed(generation, wrote, manifest, run, kind=SHARDS)
         layout.write_marker(output.files, run)
         return made
+
+    def files(self) -> list[tuple[str, FileInfo]]:
+        """Return the files that come along as they are."""
+        return self.source.stored.trainer_files()
+
+    def manifest(self, shards: list[ShardInfo], directory: str, left_out: dict[str, str]) -> Manifest:
+        """Return what the generation says."""
+        return _manifest(self.source, shards, directory, left_out, self.reason)
+
+    def handed(self, files: FilesLike, told: Told | None) -> Iterator[tuple[int, SomeRows]]:
+        """Yield ranks, and the rows of blocks that come to each; afterwards :attr:`gone` says what could not be read.
+
+        Raises:
+            Damaged: a block is not whole, where not all may go on.
+        """
+        schema = common_schema(self.shards)
+        if schema is None:
+            return
+        source = self.source
+        wanted = Wanted(schema, extras_named(self.selected().extras), [])
+        mover = Mover(source.layout, source.tag, files, life=0, rank=0, wanted=wanted, partial=self.partial)
+        total = sum(block.length for each in self.shards for block in each.needed())
+        for shard in [each for each in self.shards if each.needed()]:
+            for found in mover.rows(shard, self.shares, shard.needed()):
+                yield found
+                if told is not None:
+                    told(mover.bytes_read, total)
+        self.gone = mover.gone
 
     def _scattered(
         self, layout: Layout, files: FilesLike, stack: contextlib.ExitStack, told: Told | None
@@ -193,25 +241,23 @@ class _Job(NamedTuple):
         aside = [ScatteredRows(layout.directory, schema, extras, rows) for rows in self.shares.rows]
         for each in aside:
             stack.callback(each.close)
-        source = self.source
-        mover = Mover(source.layout, source.tag, files, life=0, rank=0, wanted=Wanted(schema, extras, []))
-        total = sum(block.length for each in self.shards for block in each.needed())
-        for shard in self.shards:
-            for rank, rows in mover.rows(shard, self.shares, shard.needed()):
-                aside[rank].put(rows)
-                if told is not None:
-                    told(mover.bytes_read, total)
+        for rank, rows in self.handed(files, told):
+            aside[rank].put(rows)
         return aside
 
     def _rank(self, rank: int, target: _Target, aside: ScatteredRows | None) -> tuple[Wrote, ShardInfo]:
         table, rows = table_of(self.shards, self.shares, rank), self.shares.rows[rank]
         added = self.shares.firsts[rank] + rows
+        if aside is not None and aside.missing and self.partial:
+            table, named = aside.close_gaps(table, prefix_of(target.life, rank))
+            self.split += named
+            rows = int(table.rows.sum())
         selected, schema = self.selected(), common_schema(self.shards)
         selection = selected.selection if rows else self.shards[0].state.selection
         part = target.part(rank, selected.extras)
         with contextlib.closing(part):
             if aside is not None and schema is not None and rows:
-                part.write(schema, added - rows, aside.each(self.source.directory))
+                part.write(schema, added - rows, aside.each(self.source.directory, added - rows))
             options = self.source.stored.manifest.options
             state = state_of_rank(
                 self.shards,
@@ -311,19 +357,13 @@ class _Part:
             file.close()
 
 
-def _commit(
-    source: Source,
-    generation: GenerationWriter,
-    wrote: Sequence[Wrote],
-    run: RunFile,
-    shards: list[ShardInfo],
-    directory: str,
-    left_out: dict[str, str],
+def _manifest(
+    source: Source, shards: list[ShardInfo], directory: str, left_out: dict[str, str], reason: str = TOOL
 ) -> Manifest:
     before = source.stored.manifest
-    manifest = Manifest(
+    return Manifest(
         step=before.step,
-        reason=TOOL,
+        reason=reason,
         world_size=len(shards),
         shards=shards,
         attached=before.attached,
@@ -332,7 +372,6 @@ def _commit(
         left_out={**before.left_out, **left_out},
         made_of=[source.part()],
     )
-    return committed(generation, wrote, manifest, run, kind=SHARDS)
 
 
 def _as_it_was(source: Source, outputs: Outputs, *, dry_run: bool) -> Made:
@@ -368,7 +407,8 @@ def _as_it_was(source: Source, outputs: Outputs, *, dry_run: bool) -> Made:
         with contextlib.closing(SegmentWriter(layout, output.files, run.tag, incarnation=life)) as segments:
             wrote = segments.finish(time.time(), TOOL)
         wrote = wrote._replace(segments=[msgspec.structs.replace(info, sealed=True) for info in before.segments])
-        _commit(source, generation, [wrote], run, list(before.shards), output.directory, {})
+        manifest = _manifest(source, list(before.shards), output.directory, {})
+        committed(generation, [wrote], manifest, run, kind=SHARDS)
         layout.write_marker(output.files, run)
         outputs.finish()
     return told(output.directory, run.run_id, linked)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pipeline.checkpoint.losses import Loss, Salvaged
-from pipeline.checkpoint.manifest import REPLAY, TRAJECTORIES
+from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
 from pipeline.checkpoint.salvage import salvage
 from pipeline.errors import ConfigError
@@ -16,7 +16,8 @@ from pipeline.replay.salvaging import SavedRows, whole_rows, write_rows
 from pipeline.replay.salvaging_trajectories import SavedTrajectories, whole_trajectories, write_trajectories
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
-from pipeline.tools.target import RUN, find_target
+from pipeline.tools.salvaging_shards import SavedShards, salvage_shards
+from pipeline.tools.target import RUN, Target, find_target
 
 
 class SalvagedBuffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,18 @@ class SalvagedTrajectories(SalvagedBuffer, frozen=True, kw_only=True):
     trajectories_lost: int
 
 
+class SalvagedShards(SalvagedBuffer, frozen=True, kw_only=True):
+    """Of the buffer of several ranks."""
+
+    shards: list[int]
+    """Rows of each rank."""
+    shards_lost: list[int]
+    """Ranks whose shards cannot be read, which begin without rows."""
+    episodes_split: int
+    """Episodes of which rows in the middle are gone: what comes after these is an episode of its own. Not counted in a
+    rehearsal."""
+
+
 def salvage_run(
     directory: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -65,12 +78,13 @@ def salvage_run(
     rehearse: bool = False,
     told: Told | None = None,
     called: str | os.PathLike[str] | None = None,
-) -> Salvaged | SalvagedRows | SalvagedTrajectories:
+) -> Salvaged | SalvagedBuffer:
     """Write everything that is whole of a damaged run into a new run; the damaged run is only read. Blocks.
 
     Of a run of rollouts see :func:`pipeline.checkpoint.salvage`. Of a buffer of transitions the rows of whole blocks
     come along, with their priorities, and of a buffer of trajectories those that are whole; they are in memory
-    meanwhile.
+    meanwhile. Of the buffer of several ranks the rows of whole blocks come along, for as many ranks, a bounded part of
+    them in memory.
 
     Args:
         directory: the damaged run's.
@@ -83,8 +97,8 @@ def salvage_run(
     Raises:
         ConfigError: ``target`` holds something, or lies inside the damaged run.
         NotARun: there is no run in ``directory``.
-        UsageError: it is a run that cannot be salvaged: of shards, of rollouts that fill a buffer, or of a buffer whose
-            rows lie in another way; the message says what to do instead.
+        UsageError: it is a run that cannot be salvaged: of a pipeline of several ranks, of rollouts that fill a buffer,
+            or of a buffer whose rows lie in another way; the message says what to do instead.
         Damaged: no generation can be gone on from.
         WriteFailed: the new run could not be written.
     """
@@ -93,18 +107,28 @@ def salvage_run(
         raise ConfigError.of("RUN", found.path, f"a run's folder is needed, and this is a {found.what}")
     tell: Told = told or (lambda count: None)
     name = os.path.abspath(target if called is None else called)
-    kind = None if found.stored is None else found.stored.manifest.kind
-    if kind not in (REPLAY, TRAJECTORIES):
+    kind = "" if found.stored is None else found.stored.manifest.kind
+    if kind not in (REPLAY, TRAJECTORIES, SHARDS):
         files = Rehearsal(tell) if rehearse else Counting(Copying(), tell)
         return salvage(directory, target, step=step, files=files, called=name)
     _check_target(found.path, os.path.abspath(target))
-    saved: _Saved = (whole_rows if kind == REPLAY else whole_trajectories)(Layout(found.path), step=step)
-    origin = f"{found.run.run_id}/{saved.chosen.stored.manifest.generation}"
-    run_id = "" if rehearse else _written(saved, os.path.abspath(target), origin, name, Counting(Copying(), tell))
-    return _told(saved, name, run_id, origin)
+    return _of_buffer(found, kind, os.path.abspath(target), step, name, Counting(Copying(), tell), rehearse=rehearse)
 
 
 _Saved = SavedRows | SavedTrajectories
+
+
+def _of_buffer(
+    found: Target, kind: str, target: str, step: int | None, called: str, files: FilesLike, *, rehearse: bool
+) -> SalvagedBuffer:
+    layout = Layout(found.path)
+    if kind == SHARDS:
+        shards = salvage_shards(layout, target, step=step, called=called, files=files, rehearse=rehearse)
+        return _of_shards(shards, called)
+    saved: _Saved = (whole_rows if kind == REPLAY else whole_trajectories)(layout, step=step)
+    origin = f"{found.run.run_id}/{saved.chosen.stored.manifest.generation}"
+    run_id = "" if rehearse else _written(saved, target, origin, called, files)
+    return _told(saved, called, run_id, origin)
 
 
 def _written(saved: _Saved, target: str, origin: str, called: str, files: FilesLike) -> str:
@@ -113,9 +137,9 @@ def _written(saved: _Saved, target: str, origin: str, called: str, files: FilesL
     return write_trajectories(saved, target, origin=origin, called=called, files=files)
 
 
-def _told(saved: _Saved, name: str, run_id: str, origin: str) -> SalvagedRows | SalvagedTrajectories:
+def _common(saved: _Saved | SavedShards, name: str, run_id: str, origin: str) -> dict[str, Any]:
     chosen = saved.chosen
-    common: dict[str, Any] = {
+    return {
         "directory": name,
         "run_id": run_id,
         "origin": origin,
@@ -125,6 +149,22 @@ def _told(saved: _Saved, name: str, run_id: str, origin: str) -> SalvagedRows | 
         "generations_unusable": chosen.unusable,
         "left_out": chosen.left_out,
     }
+
+
+def _of_shards(saved: SavedShards, name: str) -> SalvagedShards:
+    rows = [each.rows for each in saved.shards]
+    return SalvagedShards(
+        **_common(saved, name, saved.run_id, saved.origin),
+        rows_kept=sum(rows),
+        rows_lost=saved.missing,
+        shards=rows,
+        shards_lost=saved.lost,
+        episodes_split=saved.split,
+    )
+
+
+def _told(saved: _Saved, name: str, run_id: str, origin: str) -> SalvagedRows | SalvagedTrajectories:
+    common = _common(saved, name, run_id, origin)
     if isinstance(saved, SavedRows):
         return SalvagedRows(**common, rows_kept=saved.kept, rows_lost=saved.missing, episodes_split=saved.split)
     return SalvagedTrajectories(

@@ -11,9 +11,11 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.compressed import unpacked
-from pipeline.buffer.transitions.layout import RowLayout
+from pipeline.buffer.transitions.layout import END, RowLayout
 from pipeline.buffer.transitions.storage import as_runs
 from pipeline.errors import Damaged, WriteFailed
+from pipeline.replay.episode_ids import EpisodeTable
+from pipeline.replay.gaps import Gaps
 from pipeline.replay.handing import Extra, SomeRows
 from pipeline.store.scratch import unnamed
 
@@ -34,6 +36,7 @@ class ScatteredRows:
         fields += [(f"extra.{at}", extra.dtype) for at, extra in enumerate(extras)]
         self._kind, self._extras = np.dtype(fields), extras
         self._there = np.zeros(rows, bool)
+        self._gaps: Gaps | None = None
         try:
             self._handle = unnamed(folder)
         except OSError as error:
@@ -68,26 +71,58 @@ class ScatteredRows:
         except OSError as error:
             raise WriteFailed(f"{self._folder}: rows could not be written aside: {error}") from error
 
-    def each(self, where: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[np.ndarray]]]:
+    @property
+    def missing(self) -> int:
+        """How many rows have not come."""
+        return self._rows - int(self._there.sum())
+
+    def close_gaps(self, table: EpisodeTable, names: int) -> tuple[EpisodeTable, int]:
+        """Go on without the rows that have not come, as
+        :meth:`~pipeline.replay.assembling.Assembled.close_gaps` does; return the table of what is left, and how many
+        names it took.
+
+        Args:
+            table: the episodes, whose rows lie one after the other.
+            names: the first of the names that parts of episodes get.
+        """
+        self._gaps = Gaps.of(self._there, table.rows)
+        return self._gaps.table(table, names)
+
+    def each(self, where: str, first: int) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[np.ndarray]]]:
         """Yield all rows, from the front: packed records, large columns and extras.
 
+        Args:
+            where: the run, for messages.
+            first: the key of the first row.
+
         Raises:
-            Damaged: some were in no block.
+            Damaged: some were in no block, and the gaps were not closed.
         """
-        missing = int((~self._there).sum())
-        if missing:
-            raise Damaged(f"{where}: {missing} of {self._rows} rows are in none of its blocks. Restore it from a copy")
-        size = self._kind.itemsize
-        most = max(1, _READ // size)
-        for begin in range(0, self._rows, most):
-            count = min(most, self._rows - begin)
+        if self._gaps is None and self.missing:
+            raise Damaged(
+                f"{where}: {self.missing} of {self._rows} rows are in none of its blocks. Restore it from a copy"
+            )
+        size, done = self._kind.itemsize, 0
+        for begin, count in self._pieces(max(1, _READ // size)):
             packed = np.frombuffer(os.pread(self._handle, count * size, begin * size), self._kind)
             records = np.ascontiguousarray(packed["record"]).view(self._layout.record)
+            if self._gaps is not None:
+                records = records.copy()
+                for name, marks in self._gaps.marks(records[END], first, slice(done, done + count)).items():
+                    records[name] = marks
             large = {
                 column.name: np.ascontiguousarray(packed[f"large.{at}"]).view(column.bits).reshape(count, *column.shape)
                 for at, column in enumerate(self._layout.large)
             }
+            done += count
             yield records, large, [packed[f"extra.{at}"] for at in range(len(self._extras))]
+
+    def _pieces(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield where rows that follow each other begin in the file, and how many they are."""
+        edges = np.flatnonzero(np.diff(self._there, prepend=False, append=False)).tolist()
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            for at in range(begin, end, most):
+                yield at, min(most, end - at)
 
     def close(self) -> None:
         """Let the file go."""

@@ -260,12 +260,6 @@ class TestGenerations:
         with pytest.raises(UsageError, match=why):
             salvage_run(run_directory, tmp_path / "out")
 
-    def test_shards_are_refused(self, run_directory: str, tmp_path: Path, capsys: Any) -> None:
-        kept.shards(run_directory)
-        assert main(["salvage", run_directory, str(tmp_path / "out")]) == 1
-        assert "resume(step=...)" in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
-
 
 def test_by_the_command(run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     saved(run_directory, monkeypatch)

@@ -1,0 +1,79 @@
+"""What is left of episodes of which rows have not come. The rows on each side of a gap are an episode of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, OPEN, PLACE, SERIAL
+from pipeline.replay.episode_ids import EpisodeTable
+
+Ints = np.ndarray
+
+
+class Gaps(NamedTuple):
+    """The rows that have come, and the parts of episodes that they form.
+
+    Attributes:
+        kept: [n] which rows have come, by their place among all.
+        begins, lengths: [k] of each part among the kept rows.
+        whose: [k] the episode of each, as the table lists them.
+        part, place: [n] of each kept row: the part that it is in, and its place there.
+    """
+
+    kept: Ints
+    begins: Ints
+    lengths: Ints
+    whose: Ints
+    part: Ints
+    place: Ints
+
+    @classmethod
+    def of(cls, there: np.ndarray, rows: Ints) -> Gaps:
+        """Args:
+        there: [m] whether each row has come.
+        rows: of each episode; they lie one after the other.
+        """
+        kept = np.flatnonzero(there)
+        of = np.repeat(np.arange(len(rows)), rows)[kept]
+        begins = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
+        begins = np.union1d(begins, np.flatnonzero(np.diff(of, prepend=-1) != 0))
+        lengths = np.diff(np.append(begins, len(kept)))
+        part = np.repeat(np.arange(len(begins)), lengths)
+        place = np.arange(len(kept)) - np.repeat(begins, lengths)
+        return cls(kept, begins, lengths, of[begins] if len(begins) else begins, part, place)
+
+    def marks(self, ends: np.ndarray, first: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        """Return the marks of kept rows, of which the first of all has the key ``first``: each part ends where it is,
+        those that were open among them.
+
+        Args:
+            ends: the marks ``END`` of these rows as they were.
+            first: a key.
+            rows: which of the kept rows.
+        """
+        last = np.zeros(len(self.kept), bool)
+        last[self.begins + self.lengths - 1] = True
+        last, place = last[rows], self.place[rows]
+        numbers = np.arange(len(self.kept))[rows]
+        return {
+            EPISODE: self.part[rows],
+            PLACE: place,
+            BEHIND: place > 0,
+            AHEAD: ~last,
+            SERIAL: (first + numbers).astype(np.uint32),
+            END: np.where(last & (ends == OPEN), CUT, ends),
+        }
+
+    def table(self, table: EpisodeTable, names: int) -> tuple[EpisodeTable, int]:
+        """Return the table of the parts, and how many names it took.
+
+        Args:
+            table: of the episodes.
+            names: the first of the names that parts of episodes get beside the one that these have.
+        """
+        uid, more = table.uid[self.whose].copy(), np.flatnonzero(np.diff(self.whose, prepend=-1) == 0)
+        uid[more] = names + np.arange(len(more))
+        count, none = len(self.begins), np.zeros(len(self.begins), np.int64)
+        return EpisodeTable(np.arange(count), uid, table.age[self.whose], self.lengths, self.lengths, none), len(more)

@@ -1,0 +1,189 @@
+"""Salvaging the buffer of several ranks: a new run for as many, each with what is whole of its shard.
+
+Episodes stay with the rank that had them. What is left of one on each side of a gap is an episode of its own, and ends
+where it is. A rank whose shard cannot be read begins without rows.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.checkpoint.generations import check_generation, find_generations
+from pipeline.checkpoint.losses import Loss
+from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, FileInfo, Manifest, ShardInfo
+from pipeline.errors import ConfigError, Damaged, ForebayError, UsageError, WriteFailed
+from pipeline.replay.episode_ids import EpisodeTable
+from pipeline.replay.moving import Gone
+from pipeline.replay.salvage_choice import Chosen, choose_generation, of_trainer, payload_loss, salvage_notes
+from pipeline.replay.shards import ShardOnDisk, read_shard, shard_of
+from pipeline.replay.state import BufferState
+from pipeline.store.files import FilesLike
+from pipeline.store.layout import Layout
+from pipeline.tools.kept_rows import check_movable
+from pipeline.tools.output import Output
+from pipeline.tools.resharding import Job
+from pipeline.tools.sources import Source
+
+
+class SavedShards(NamedTuple):
+    """What is whole of the buffer of several ranks, and what is not.
+
+    Attributes:
+        chosen: the generation that it is of.
+        origin: run id and generation of that.
+        run_id: the new run's; empty after a rehearsal.
+        shards: of each rank.
+        lost: ranks whose shards cannot be read.
+        missing: rows.
+        split: episodes that go on as another one after a gap.
+        losses: each place that is not whole.
+    """
+
+    chosen: Chosen
+    origin: str
+    run_id: str
+    shards: list[ShardInfo]
+    lost: list[int]
+    missing: int
+    split: int
+    losses: list[Loss]
+
+
+class _Job(Job):
+    """The rows of shards of which some are damaged."""
+
+    reason = "salvage"
+    partial = True
+
+    def __init__(self, source: Source, chosen: Chosen, origin: str) -> None:
+        self._chosen, self._origin = chosen, origin
+        self.lost: list[int] = []
+        manifest = source.stored.manifest
+        shards = [self._shard(source, info) for info in manifest.shards]
+        if not any(shard.state.columns is not None for shard in shards) and self.lost:
+            raise Damaged(f"{source.stored.folder}: the shards that can be read have no rows")
+        super().__init__(source, shards, manifest.world_size)
+        self.written: list[ShardInfo] = []
+
+    def _shard(self, source: Source, info: ShardInfo) -> ShardOnDisk:
+        part = shard_of(source.stored, info.rank)
+        whole = [each for each in part.manifest.files if not each.path.startswith(OWN_FOLDER + "/")]
+        part = part._replace(manifest=msgspec.structs.replace(part.manifest, files=whole))
+        try:
+            shard = read_shard(part, info.rank, whole=True)
+        except Damaged:
+            self.lost.append(info.rank)
+            return ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), [])
+        try:
+            check_movable(shard.state, source.directory)
+        except ConfigError as error:
+            raise UsageError(
+                f"{source.stored.folder}: was saved with {error.option}: such rows are told apart by their own ranks "
+                "alone. resume(step=...) goes on from an older generation"
+            ) from None
+        return shard
+
+    @property
+    def _own_goes(self) -> bool:
+        """Whether what ranks have attached for themselves comes along: that of all, or of none."""
+        return not self.lost and not any(path.split("/")[0] == "shards" for path in self._chosen.left_out)
+
+    def files(self) -> list[tuple[str, FileInfo]]:
+        stored = self.source.stored
+        listed = [info for info in stored.manifest.files if of_trainer(info.path)]
+        own = [info for info in listed if f"/{OWN_FOLDER}/" in info.path]
+        listed = [info for info in listed if info not in own or self._own_goes]
+        listed = [info for info in listed if info.path not in self._chosen.left_out]
+        return [(os.path.join(stored.folder, info.path), info) for info in listed]
+
+    def notes(self) -> dict[str, str]:
+        """Return what does not come along."""
+        notes = salvage_notes(self._chosen)
+        own = {name for each in self.source.stored.manifest.shards for name in each.own}
+        if not self._own_goes:
+            why = "what a rank had attached for itself, and that of another one is damaged"
+            notes |= {f"{OWN_FOLDER}/{name}.safetensors": why for name in sorted(own)}
+        return notes
+
+    def manifest(self, shards: list[ShardInfo], directory: str, left_out: dict[str, str]) -> Manifest:
+        before = self.source.stored.manifest
+        own = {each.rank: each.own if self._own_goes else [] for each in before.shards}
+        self.written = [msgspec.structs.replace(each, own=own[each.rank]) for each in shards]
+        gone = {os.path.splitext(os.path.basename(path))[0] for path in self._chosen.left_out}
+        return msgspec.structs.replace(
+            super().manifest(self.written, directory, {}),
+            origin=self._origin,
+            attached=[name for name in before.attached if name not in gone],
+            left_out={**before.left_out, **self.notes()},
+            made_of=[],
+        )
+
+    def kept(self, files: FilesLike) -> list[int]:
+        """Return how many rows of each rank can be read. Blocks."""
+        there = [np.zeros(rows, bool) for rows in self.shares.rows]
+        for rank, rows in self.handed(files, None):
+            for begin, count in rows.runs.tolist():
+                there[rank][begin : begin + count] = True
+        return [int(each.sum()) for each in there]
+
+
+def salvage_shards(
+    layout: Layout,
+    target: str,
+    *,
+    step: int | None,
+    called: str,
+    files: FilesLike,
+    rehearse: bool,
+) -> SavedShards:
+    """Write what is whole of the shards of a damaged run into a new one in ``target``, which is absent or empty and
+    will be called ``called``. Blocks; the damaged run is only read.
+
+    Raises:
+        UsageError: the run is of another kind, or its rows cannot be told apart from what would be lost.
+        NotARun, Damaged, StoreError: as :func:`~pipeline.replay.salvage_choice.choose_generation`.
+        WriteFailed: it could not be written.
+    """
+    chosen = choose_generation(layout, SHARDS, step)
+    stored = chosen.stored
+    source = Source(layout.directory, layout, stored.manifest.run_id, chosen.run_tag, stored)
+    run_id, origin = "", f"{stored.manifest.run_id}/{stored.manifest.generation}"
+    job = _Job(source, chosen, origin)
+    if rehearse:
+        shards = [ShardInfo(rank=rank, rows=count) for rank, count in enumerate(job.kept(files))]
+    else:
+        run_id, shards = _written(job, target, called, files), job.written
+    held = sum(each.held for each in stored.manifest.shards)
+    return SavedShards(
+        chosen=chosen,
+        origin=origin,
+        run_id=run_id,
+        shards=shards,
+        lost=job.lost,
+        missing=held - sum(each.rows for each in shards),
+        split=job.split,
+        losses=[*chosen.losses, *(_loss(layout, job.shards[each.shard], each) for each in job.gone)],
+    )
+
+
+def _written(job: _Job, target: str, called: str, files: FilesLike) -> str:
+    output = Output(called, "", files)
+    output.folder = target
+    try:
+        run_id = job.write(output, None).run_id
+    except ForebayError:
+        raise
+    except OSError as error:
+        raise WriteFailed(f"{target}: could not be written: {error}. Remove it, and try again") from error
+    written = find_generations(Layout(target), run_id).complete[-1]
+    check_generation(written)  # it was copied from a disk that may have faults
+    return run_id
+
+
+def _loss(layout: Layout, shard: ShardOnDisk, gone: Gone) -> Loss:
+    begin, end = max(gone.block.first, shard.oldest), min(gone.block.first + gone.block.count, shard.state.added)
+    return payload_loss(layout, gone.block, gone.error, f"rows {begin} to {end - 1} of rank {shard.rank}")
