@@ -7,31 +7,31 @@ import http.client
 import json
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.checkpoint.status import Status, status_of
-from pipeline.cli.terminal import Terminal
-from pipeline.cli.words import printable
+from pipeline.cli.terminal import Terminal, make_parser, run_command
+from pipeline.errors import ForebayError
 
 DESCRIPTION = """\
 Ask a run that listens to requests (the option control=) to save, at the trainer's next step, and say how to ask what
 has become of it. Any rank may be asked: all of them save.
 """
+EXAMPLE = "forebay checkpoint runs/a --stop --wait"
 EXITS = """\
-exit codes:
-  0  it was asked; with --wait: it has saved
-  1  it cannot be asked, or could not save
-  2  the command line is wrong
+0  it was asked; with --wait: it has saved
+1  it cannot be asked, or could not save
+2  the command line is wrong
+130  Ctrl-C: nobody waits any more; what was asked stays asked
 """
 TOKEN = "FOREBAY_CONTROL_TOKEN"
 _ANSWERS_S = 20.0  # more than the run may take to answer
 _ASKED_FOR_S = 30
 
 
-class _NotAsked(Exception):
+class _NotAsked(ForebayError):
     """The run cannot be asked, or could not save."""
 
 
@@ -43,9 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         token = _token(given.token_file)
     except OSError as error:
         own.error(f"--token-file: {error}")
+    return run_command("checkpoint", lambda: _run(given, token))
+
+
+def _run(given: Any, token: str | None) -> int:
     terminal = Terminal()
+    address = given.run if given.run.startswith("http://") else _address(given.run, given.rank)
     try:
-        address = given.run if given.run.startswith("http://") else _address(given.run, given.rank)
         asked = _ask(address, token, "POST", "/checkpoint", {"then": "stop" if given.stop else "continue"})
         then = "stop" if asked["then"] == "stop" else "go on"
         terminal.line(f"{address}{asked['ask']}: asked, to {then} afterwards")
@@ -56,23 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise _NotAsked(f"the save has failed: {asked['reason']}")
         if asked["state"] == "done":
             terminal.line(f"saved: generation {asked['generation']}, step {asked['step']}")
-    except _NotAsked as error:
-        print(printable(f"forebay checkpoint: {error}"), file=sys.stderr)
-        return 1
     except KeyError as error:
-        print(printable(f"forebay checkpoint: {address}: is no run; its answer has no {error}"), file=sys.stderr)
-        return 1
+        raise _NotAsked(f"{address}: is no run; its answer has no {error}") from None
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = argparse.ArgumentParser(
-        prog="forebay checkpoint",
-        description=DESCRIPTION,
-        epilog=EXITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = make_parser("checkpoint", DESCRIPTION, EXAMPLE, EXITS)
     made.add_argument("run", metavar="RUN", help="the run's folder, which says where it listens; or http://HOST:PORT")
     made.add_argument("--stop", action="store_true", help="let it stop when it has saved")
     made.add_argument("--wait", action="store_true", help="return when it has saved, and print the generation")

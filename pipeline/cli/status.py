@@ -12,6 +12,7 @@ from pipeline.checkpoint.lives import Life
 from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAJECTORIES
 from pipeline.checkpoint.outlook import Drawn, Work
 from pipeline.checkpoint.status import BROKEN, CONTINUES, FINISHED, NOTHING, RUNS, Hold, Newest, Status, status_of
+from pipeline.cli.terminal import make_parser, run_command
 from pipeline.cli.words import counted, in_bytes
 from pipeline.control.place import Place
 from pipeline.errors import ConfigError
@@ -22,14 +23,15 @@ DESCRIPTION = """\
 Say how the run in a folder stands: what was saved, who has the folder, how the last life ended, what waits, what is
 damaged. It only reads: the folder may be in use, or a copy that cannot be written. Payloads are not read.
 """
+EXAMPLE = "forebay status runs/a --until 1000 || echo $?"
 EXITS = """\
-exit codes:
-  0  finished: there is nothing left to do
-  1  broken: a resume would be refused; or the folder cannot be read
-  2  the command line is wrong
-  3  to be continued: the same command as before goes on with it
-  4  running: a process has the folder
-  5  nothing: no run is there
+0  finished: there is nothing left to do
+1  broken: a resume would be refused; or the folder cannot be read
+2  the command line is wrong
+3  to be continued: the same command as before goes on with it
+4  running: a process has the folder
+5  nothing: no run is there
+130  stopped by Ctrl-C
 """
 _SHOWN = 5  # damages that are shown to a person
 
@@ -38,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print how a run stands, and return the exit code."""
     own = parser()
     given = own.parse_args(arguments)
+    return run_command("status", lambda: _run(own, given))
+
+
+def _run(own: argparse.ArgumentParser, given: Any) -> int:
     try:
         status = status_of(given.run, until=given.until)
     except ConfigError as error:
@@ -56,12 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = argparse.ArgumentParser(
-        prog="forebay status",
-        description=DESCRIPTION,
-        epilog=EXITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = make_parser("status", DESCRIPTION, EXAMPLE, EXITS)
     made.add_argument("run", metavar="RUN", help="the run's folder")
     made.add_argument(
         "--until",

@@ -82,6 +82,8 @@ def selection_of(states: Sequence[BufferState], extras: Sequence[AbstractSet[str
     if len(alphas) > 1:
         raise UsageError(f"buffers were saved with different alphas: {sorted(alphas)}; save them with one")
     names = sorted(set.intersection(*(set(extras[number]) for number in having)))
+    lacking = sorted(set.union(*(set(extras[number]) for number in having)) - set(names))
+    why = dict.fromkeys(lacking, "not every buffer says it of its rows")
     if tags == ["prioritized"]:  # what says the most of a row comes first
         names.sort(key=lambda name: not name.startswith("selector.priorities"))
-    return Selected(tags[0] if names or tags == ["uniform"] else "", names, used, {})
+    return Selected(tags[0] if names or tags == ["uniform"] else "", names, used, why)

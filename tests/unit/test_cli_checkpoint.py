@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -43,3 +45,31 @@ def test_what_is_answered_is_told_and_steers_no_terminal(
     assert said in error
     assert error.startswith("forebay checkpoint: ")
     assert error.count("\n") == 1
+
+
+def test_ctrl_c_while_it_waits_leaves_what_was_asked_and_has_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    class Waits(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            answer = b'{"then": "stop", "ask": "/checkpoint/1", "state": "pending", "id": 1}'
+            self.send_response(202)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            os.kill(os.getpid(), signal.SIGINT)
+            self.rfile.read(1)  # until the command has gone
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Waits) as server:
+        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+        thread.start()
+        assert main(["checkpoint", f"http://127.0.0.1:{server.server_port}", "--stop", "--wait"]) == 130
+        thread.join()
+    assert asked == ["/checkpoint/1?wait=30"]
+    assert capsys.readouterr().err == "forebay checkpoint: stopped\n"

@@ -51,3 +51,13 @@ def test_different_kinds_and_powers() -> None:
     assert selection_of([saved(selection=""), saved(selection="uniform")], [set()] * 2).left_out == {}
     with pytest.raises(UsageError, match=r"different alphas: \[0\.5, 0\.6\]"):
         selection_of([saved(alpha=0.5), saved()], [NAMES] * 2)
+
+
+def test_what_not_every_buffer_says_of_its_rows_is_left_out_and_told() -> None:
+    states = [BufferState(size=2, added=2, selection="prioritized", selector={"alpha": 0.6})] * 2
+    found = selection_of(states, [{"selector.priorities.float64", "selector.x.int64"}, {"selector.priorities.float64"}])
+    assert found.extras == ["selector.priorities.float64"]
+    assert list(found.left_out) == ["selector.x.int64"]
+    found = selection_of(states, [{"selector.priorities.float64"}, set()])
+    assert (found.selection, found.extras) == ("", [])
+    assert list(found.left_out) == ["selector.priorities.float64"]
