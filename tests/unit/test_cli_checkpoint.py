@@ -67,7 +67,12 @@ def test_ctrl_c_while_it_waits_leaves_what_was_asked_and_has_its_own_code(capsys
             pass
 
     with HTTPServer(("127.0.0.1", 0), Waits) as server:
-        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+
+        def both() -> None:
+            server.handle_request()
+            server.handle_request()
+
+        thread = threading.Thread(target=both)
         thread.start()
         assert main(["checkpoint", f"http://127.0.0.1:{server.server_port}", "--stop", "--wait"]) == 130
         thread.join()
