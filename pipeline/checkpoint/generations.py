@@ -36,13 +36,14 @@ from pipeline.store.layout import Layout, write_file
 RETRY = "Free space or mend the disk; a retry may work"
 """What a message about a generation that could not be written ends with: nothing of it stays."""
 
-_KINDS = {
+KINDS = {
     PIPELINE: "pipeline",
     PIPELINE_RANKS: "pipeline of ranks",
     REPLAY: "replay buffer",
     TRAJECTORIES: "buffer of trajectories",
     SHARDS: "buffer of ranks",
 }
+"""What people call what writes generations of each kind."""
 _NAME = re.compile(r"\d+")
 
 
@@ -122,9 +123,9 @@ def of_kind(found: Found, kind: str, where: str, *, also: str = "") -> Found:
     """
     for stored in found.complete:
         if stored.manifest.kind not in (kind, also):
-            wrote = _KINDS.get(stored.manifest.kind, stored.manifest.kind)
+            wrote = KINDS.get(stored.manifest.kind, stored.manifest.kind)
             raise UsageError(
-                f"{where}: the run of a {wrote}, not of a {_KINDS[kind]}; open it with what wrote it, or choose "
+                f"{where}: the run of a {wrote}, not of a {KINDS[kind]}; open it with what wrote it, or choose "
                 "another directory"
             )
     return found

@@ -7,13 +7,13 @@ import os
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, find_generations
-from pipeline.checkpoint.manifest import PIPELINE, TRAINER_FOLDER
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, TRAINER_FOLDER
 from pipeline.checkpoint.status import Status, status_of
 from pipeline.errors import ForebayError
 from pipeline.store.layout import Layout
 from pipeline.tools.history import GenerationLine, LifeLine, LivesReader, line_of
 from pipeline.tools.one_file import JournalFacts, SegmentFacts, journal_facts, segment_facts
-from pipeline.tools.rollouts import RolloutReader, Taker, TaskFacts, read_events
+from pipeline.tools.rollouts import RolloutReaders, Taker, TaskFacts, read_events
 from pipeline.tools.rows import BufferFacts, buffer_facts
 from pipeline.tools.target import JOURNAL, RUN, SEGMENT, Target, find_target
 
@@ -121,8 +121,8 @@ class _Look:
         lives = LivesReader()
         takers: list[Taker] = [lives]
         rollouts = None
-        if stored is not None and stored.manifest.kind == PIPELINE:
-            rollouts = RolloutReader(target.layout, target.run.tag, stored)
+        if stored is not None and stored.manifest.kind in (PIPELINE, PIPELINE_RANKS):
+            rollouts = RolloutReaders(target.layout, target.run.tag, stored)
             takers.append(rollouts)
         self.notes += read_events(target.layout, target.run.tag, *takers)
         tasks: list[TaskFacts] = []

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS, TRAJECTORIES
 from pipeline.checkpoint.status import status_of
 from pipeline.errors import ConfigError, Damaged, ForebayError
 from pipeline.locations import Location
@@ -20,8 +20,8 @@ from pipeline.store.journal import Logged, payload_place
 from pipeline.store.segments import PayloadReader, Place
 from pipeline.tools.event_lines import Happened, said_of
 from pipeline.tools.one_row import row_of, trajectory_of
-from pipeline.tools.rollouts import RolloutReader, read_events
-from pipeline.tools.target import RUN, Target, find_target, not_of_ranks
+from pipeline.tools.rollouts import RolloutReaders, read_events
+from pipeline.tools.target import RUN, Target, find_target
 
 FIRST = 8
 """Values that are shown of a tensor."""
@@ -100,11 +100,10 @@ def show_item(path: str | os.PathLike[str], number: int, *, step: int | None = N
     stored = target.stored
     if stored is None:
         raise ConfigError.of("PATH", target.path, "a run with a generation, a generation, or a shard is needed")
-    not_of_ranks(stored.manifest, target.path)
     kind = stored.manifest.kind
     if kind == SHARDS and target.rank is None:
         raise ConfigError.of("PATH", target.path, "each rank has rows of this key; name a shard (.../shards/0000)")
-    if kind == PIPELINE:
+    if kind in (PIPELINE, PIPELINE_RANKS):
         return _Item(target, number).result()
     of_trajectories = kind == TRAJECTORIES
     find = trajectory_of if of_trajectories else row_of
@@ -157,16 +156,16 @@ class _Item:
     def result(self) -> Shown:
         target, stored = self.target, self.target.stored
         assert stored is not None
-        reader = RolloutReader(target.layout, target.run.tag, stored)
+        reader = RolloutReaders(target.layout, target.run.tag, stored)
         self.notes += read_events(target.layout, target.run.tag, reader, self)
         held = target.what == RUN and status_of(target.path).hold.held
         reader.finish(running=bool(held))
         if reader.wrong is not None:
             self.notes.append(reader.wrong)
         if not self.happened:
-            last = reader.fold.ledger.next_uid - 1
+            last = reader.next_uid - 1
             raise ConfigError.of("--item", self.uid, f"it was never claimed; uids go up to {last}")
-        facts: dict[str, Any] = {"state": reader.fold.ledger.state(self.uid)}
+        facts: dict[str, Any] = {"state": reader.holder(self.uid).ledger.state(self.uid)}
         if self.claimed is not None:
             of = self.claimed
             facts |= {"task": of.task, "epoch": of.epoch, "index": of.index, "size": of.size, "need": of.need}

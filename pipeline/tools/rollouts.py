@@ -12,8 +12,9 @@ import msgspec
 from pipeline.checkpoint.fold import ProducerFold
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.halves import half_or_why_not
-from pipeline.checkpoint.lines import PRODUCER_FILE, line_as_saved, read_inherited
+from pipeline.checkpoint.lines import PRODUCER_FILE, read_inherited
 from pipeline.checkpoint.manifest import REPLAY_BUFFER
+from pipeline.checkpoint.parts import Part, parts_of
 from pipeline.errors import ForebayError
 from pipeline.ledger import BUFFERED, STATES
 from pipeline.records import AnyEvent, Claimed, Evaluated, Failed, Finished, Inherited, Opened, Parked, Rewarded
@@ -69,7 +70,7 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluations that were made."""
 
 
-class _Seen:
+class Seen:
     """The numbers of one task."""
 
     def __init__(self) -> None:
@@ -79,25 +80,24 @@ class _Seen:
 
 
 class RolloutReader:
-    """Is told the events of every journal in their order; what does not fit is noted, not raised."""
+    """Is told the events of every journal in their order, and takes those of one part; what does not fit is noted, not
+    raised."""
 
-    def __init__(self, layout: Layout, run_tag: int, stored: Stored) -> None:
+    def __init__(self, part: Part) -> None:
         """Args:
-        layout: the run's paths.
-        run_tag: its tag.
-        stored: the generation that a resume would go on from.
+        part: of the generation that a resume would go on from.
         """
-        self._half, self.wrong = half_or_why_not(stored.folder)
-        self._stored, manifest = stored, stored.manifest
+        self._part, manifest = part, part.stored.manifest
+        self._half, self.wrong = half_or_why_not(part.stored.folder)
         self._listed = REPLAY_BUFFER in manifest.left_out
-        line = line_as_saved(layout, run_tag, manifest)
-        self.fold = ProducerFold(self._half, (), seed=0, line=manifest, discarded=line.discarded)
+        discarded = part.line().discarded
+        self.fold = ProducerFold(self._half, (), seed=0, line=manifest, discarded=discarded, sampler=part.sampler())
         self._tasks: dict[int, str] = {}
-        self._seen: dict[str, _Seen] = {}
+        self.seen: dict[str, Seen] = {}
 
     def take(self, logged: Logged) -> None:
         """Take in the next event, if it counts."""
-        if self._listed or self.wrong is not None or logged.incarnation < self._stored.manifest.base:
+        if self._listed or self.wrong is not None or not self._part.wrote(logged.incarnation, logged.rank):
             return
         try:
             self._apply(logged)
@@ -128,16 +128,10 @@ class RolloutReader:
         elif isinstance(event, Failed):
             self._of(event.uid).errors[event.error.splitlines()[0][:200] if event.error else event.reason] += 1
         elif isinstance(event, Evaluated):
-            self._seen.setdefault(event.task, _Seen()).evaluated += 1
+            self.seen.setdefault(event.task, Seen()).evaluated += 1
 
-    def _of(self, uid: int) -> _Seen:
-        return self._seen.setdefault(self._tasks.get(uid, ""), _Seen())
-
-    def result(self, *, running: bool) -> list[TaskFacts]:
-        """Return what there is, task by task; see :meth:`finish`."""
-        self.finish(running=running)
-        names = [*self.fold.ledger.totals, *(set(self._stored.manifest.tasks) - set(self.fold.ledger.totals))]
-        return [self._facts(name) for name in sorted(names)]
+    def _of(self, uid: int) -> Seen:
+        return self.seen.setdefault(self._tasks.get(uid, ""), Seen())
 
     def finish(self, *, running: bool) -> None:
         """End the fold: impose the consumer half.
@@ -148,48 +142,106 @@ class RolloutReader:
         try:
             self._finish(running)
         except (OSError, *UNFIT) as error:
-            self.wrong = self.wrong or f"{self._stored.folder}: does not fit the journals ({error})"
+            self.wrong = self.wrong or f"{self._part.stored.folder}: does not fit the journals ({error})"
 
     def _finish(self, running: bool) -> None:
         ledger = self.fold.ledger
         if self._listed:
-            listed = read_inherited(os.path.join(self._stored.folder, PRODUCER_FILE))
+            listed = read_inherited(os.path.join(self._part.stored.folder, PRODUCER_FILE))
             self.fold.apply(Logged(0, 0, 0, listed))
         if not running:
-            ledger.apply(Opened(ledger.incarnation + 1, version=self._stored.manifest.step))
+            ledger.apply(Opened(ledger.incarnation + 1, version=self._part.stored.manifest.step))
         for lease in ledger.restore(self._half):
             if lease.step > self._half.step and ledger.still_whole(lease):
                 ledger.lease(lease.step, lease.uids)
 
+
+class RolloutReaders:
+    """Is told the events of every journal in their order; each part has a reader of its own."""
+
+    def __init__(self, layout: Layout, run_tag: int, stored: Stored) -> None:
+        """Args:
+        layout: the run's paths.
+        run_tag: its tag.
+        stored: the generation that a resume would go on from.
+        """
+        self._manifest = stored.manifest
+        self.parts = [RolloutReader(part) for part in parts_of(layout, run_tag, stored)]
+
+    def take(self, logged: Logged) -> None:
+        """Take in the next event, if it counts."""
+        for part in self.parts:
+            part.take(logged)
+
+    @property
+    def wrong(self) -> str | None:
+        """What does not fit."""
+        return next((part.wrong for part in self.parts if part.wrong is not None), None)
+
+    def finish(self, *, running: bool) -> None:
+        """As :meth:`RolloutReader.finish`, of every part."""
+        for part in self.parts:
+            part.finish(running=running)
+
+    def holder(self, uid: int) -> ProducerFold:
+        """Return the fold of the part that an item is of; of one that none knows, any."""
+        folds = [part.fold for part in self.parts]
+        return next((fold for fold in folds if uid in fold.ledger.entries or uid in fold.ledger.trained), folds[0])
+
+    @property
+    def next_uid(self) -> int:
+        """One more than the largest number of an item."""
+        return max(part.fold.ledger.next_uid for part in self.parts)
+
+    def result(self, *, running: bool) -> list[TaskFacts]:
+        """Return what there is, task by task, of all parts together; see :meth:`RolloutReader.finish`."""
+        self.finish(running=running)
+        names = {name for part in self.parts for name in part.fold.ledger.totals}
+        return [self._facts(name) for name in sorted(names | set(self._manifest.tasks))]
+
     def _facts(self, name: str) -> TaskFacts:
-        ledger, seen = self.fold.ledger, self._seen.get(name, _Seen())
-        counts = ledger.counts.get(name, [0] * len(STATES))
-        totals = ledger.totals.get(name)
-        cursor = self.fold.sampler.cursors.get(name)
-        versions = Counter(
-            entry.effective for entry in ledger.entries.values() if entry.task == name and entry.state == BUFFERED
-        )
-        states = dict(zip(STATES, counts, strict=True))
+        ledgers = [part.fold.ledger for part in self.parts]
+        totals = [each.totals[name] for each in ledgers if name in each.totals]
+        seen = [part.seen[name] for part in self.parts if name in part.seen]
+        cursors = [cursor for part in self.parts if (cursor := part.fold.sampler.cursors.get(name)) is not None]
+        cursor = max(cursors, key=lambda each: (each.epoch, each.position), default=None)
+        counts = [
+            sum(each) for each in zip(*(each.counts.get(name, [0] * len(STATES)) for each in ledgers), strict=True)
+        ]
+        entries = [entry for each in ledgers for entry in each.entries.values()]
+        versions = Counter(entry.effective for entry in entries if entry.task == name and entry.state == BUFFERED)
+        errors = sum((each.errors for each in seen), Counter[str]())
+
+        def summed(field: str) -> int:
+            return sum(getattr(each, field) for each in totals)
+
+        def joined(field: str) -> Figures:
+            return Figures.of(array("d", [value for each in seen for value in getattr(each, field)]))
+
         return TaskFacts(
             task=name,
-            claimed=totals.claimed if totals else 0,
-            states={**states, "trained": totals.trained if totals else 0, "retired": totals.retired if totals else 0},
-            dropped=dict(totals.dropped) if totals else {},
+            claimed=summed("claimed"),
+            states={
+                **dict(zip(STATES, counts, strict=True)),
+                "trained": summed("trained"),
+                "retired": summed("retired"),
+            },
+            dropped=dict(sum((Counter(each.dropped) for each in totals), Counter[str]())),
             epoch=cursor.epoch if cursor else -1,
             drawn=cursor.position if cursor else 0,
             length=cursor.length if cursor else 0,
-            finished=totals.finished if totals else 0,
-            failed=totals.failed if totals else 0,
-            interrupted=totals.interrupted if totals else 0,
-            reopened=totals.reopened if totals else 0,
-            tokens=totals.tokens if totals else 0,
-            rows=totals.rows if totals else 0,
-            rewards=Figures.of(seen.rewards),
-            lengths=Figures.of(seen.lengths),
-            seconds=Figures.of(seen.seconds),
+            finished=summed("finished"),
+            failed=summed("failed"),
+            interrupted=summed("interrupted"),
+            reopened=summed("reopened"),
+            tokens=summed("tokens"),
+            rows=summed("rows"),
+            rewards=joined("rewards"),
+            lengths=joined("lengths"),
+            seconds=joined("seconds"),
             versions=dict(sorted(versions.items())),
-            errors=dict(seen.errors.most_common(_MOST_ERRORS)),
-            evaluated=seen.evaluated,
+            errors=dict(errors.most_common(_MOST_ERRORS)),
+            evaluated=sum(each.evaluated for each in seen),
         )
 
 

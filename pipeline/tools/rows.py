@@ -28,7 +28,7 @@ from pipeline.store.codec import read_layout, tensor_of
 from pipeline.store.frames import HEADER_BYTES
 from pipeline.store.layout import Layout, SegmentKey
 from pipeline.store.segments import Block, read_blocks
-from pipeline.tools.figures import Figures
+from pipeline.tools.figures import Figures, Gathered
 
 Ints = np.ndarray
 _MOST_HEAD = 64 << 20
@@ -101,16 +101,10 @@ def buffer_facts(layout: Layout, stored: Stored, rank: int | None = None) -> lis
 
 def _transitions(layout: Layout, stored: Stored, rank: int | None, options: Mapping[str, object]) -> BufferFacts:
     state, _ = read_buffer_state(stored.folder)
-    values = read_values(stored)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     fields = options.get("fields")
     reward = str(fields.get("reward", "reward")) if isinstance(fields, Mapping) else "reward"
-    marks, unread = _marks(layout, blocks, reward)
-    marks = {name: each[_there(state, values, blocks, marks)] for name, each in marks.items()}
-    priorities = values.get("selector.priorities.float64", np.empty(0))
-    if state.dropped and len(priorities) and marks:
-        priorities = priorities[np.sort(marks["key"]) - (state.added - state.size)]
-    ends = Ends(state).of(marks["key"], marks[END]) if marks else np.empty(0, np.uint8)
+    rows = _Rows(layout, state, read_values(stored), blocks, reward)
     return BufferFacts(
         rank=rank,
         rows=state.held,
@@ -119,67 +113,110 @@ def _transitions(layout: Layout, stored: Stored, rank: int | None, options: Mapp
         columns=_columns(state.columns),
         episodes=state.next_episode,
         open_episodes=0 if state.dropped else len(state.open_episodes),
-        ends={name: int((ends == code).sum()) for code, name in _ENDS.items() if (ends == code).any()},
+        ends={name: rows.ends[code] for code, name in _ENDS.items() if rows.ends[code]},
         selection=state.selection,
         remove=state.remove,
         blocks=len(blocks),
         bytes=sum(block.length for block in blocks),
-        rewards=Figures.of(marks.get(reward, ())),
-        lengths=Figures.of(marks[PLACE][ends != OPEN] + 1.0 if PLACE in marks else ()),
-        priorities=Figures.of(priorities),
-        versions=_versions(marks.get(VERSION, np.empty(0, np.int64))),
-        unread=unread,
+        rewards=rows.rewards.figures(),
+        lengths=rows.lengths.figures(),
+        priorities=rows.priorities(),
+        versions={str(number): rows.versions[number] for number in sorted(rows.versions)},
+        unread=rows.unread,
     )
+
+
+class _Rows:
+    """What the rows of a buffer come to. They are read twice, block by block, as they need not fit into memory."""
+
+    def __init__(
+        self, layout: Layout, state: BufferState, values: Mapping[str, Ints], blocks: Sequence[Block], reward: str
+    ) -> None:
+        self._layout, self._state, self._values, self._blocks, self._reward = layout, state, values, blocks, reward
+        self._ends_of, self._first = Ends(state), _firsts(blocks)
+        self._places = values.get("pool.at.int64")
+        self._kept = np.zeros(state.size if state.dropped else 0, bool)
+        self.rewards, self.lengths = Gathered(), Gathered()
+        self.versions, self.ends = Counter[int](), Counter[int]()
+        self.unread = 0
+        for marks, ends in self._each():
+            self._count(marks, ends)
+        for marks, ends in self._each():
+            self.rewards.spread(marks[self._reward])
+            self.lengths.spread(_lengths(marks, ends))
+
+    def _count(self, marks: Mapping[str, Ints], ends: Ints) -> None:
+        self.rewards.bound(marks[self._reward])
+        self.lengths.bound(_lengths(marks, ends))
+        for counter, of in ((self.versions, marks[VERSION]), (self.ends, ends)):
+            numbers, counts = np.unique(of, return_counts=True)
+            counter.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+        if len(self._kept):
+            self._kept[marks["key"] - (self._state.added - self._state.size)] = True
+
+    def _each(self) -> Iterator[tuple[dict[str, Ints], Ints]]:
+        """Yield the marks, keys and rewards of rows that are there, and how these end an episode."""
+        self.unread = 0
+        names = (EPISODE, PLACE, VERSION, END, self._reward)
+        for number, tensors in _tensors(self._layout, self._blocks, names):
+            block = self._blocks[number]
+            if any(name not in tensors or len(tensors[name]) != block.count for name in names[:-1]):
+                self.unread += 1
+                continue
+            given = tensors.get(self._reward, np.empty(0))
+            tensors[self._reward] = given if given.shape == (block.count,) else np.full(block.count, np.nan)
+            tensors["key"] = np.arange(block.first, block.first + block.count)
+            there = self._there(tensors, self._first[number])
+            marks = {name: each[there] for name, each in tensors.items()}
+            yield marks, self._ends_of.of(marks["key"], marks[END])
+
+    def _there(self, marks: Mapping[str, Ints], first: int) -> Ints:
+        """Return which rows of a block a resume has, and no block before it."""
+        keys, state = marks["key"], self._state
+        if self._places is not None:
+            there = np.isin(keys, self._places)
+        else:
+            there = (keys >= state.added - state.size) & (keys < state.added)
+        there = there & (keys >= first) & state.coming_back(self._values, marks[EPISODE])
+        return np.asarray(there)
+
+    def priorities(self) -> Figures:
+        """Return what the priorities of the rows that are there come to."""
+        priorities = self._values.get("selector.priorities.float64", np.empty(0))
+        return Figures.of(priorities[self._kept] if len(self._kept) and len(priorities) else priorities)
+
+
+def _lengths(marks: Mapping[str, Ints], ends: Ints) -> Ints:
+    lengths: Ints = marks[PLACE][ends != OPEN] + 1.0
+    return lengths
+
+
+def _firsts(blocks: Sequence[Block]) -> list[int]:
+    """Return the first key of each block that lies in none that begins before it: where they overlap, rows are the
+    same."""
+    found, end = [0] * len(blocks), 0
+    for number in sorted(range(len(blocks)), key=lambda number: (blocks[number].first, number)):
+        block = blocks[number]
+        found[number] = max(block.first, end)
+        end = max(end, block.first + block.count)
+    return found
 
 
 def _columns(columns: Sequence[Column] | None) -> list[ColumnFacts]:
     return [ColumnFacts(each.name, each.dtype, tuple(each.shape)) for each in columns or ()]
 
 
-def _versions(versions: Ints) -> dict[str, int]:
-    numbers, counts = np.unique(versions, return_counts=True)
-    return {str(number): count for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)}
-
-
-def _there(state: BufferState, values: Mapping[str, Ints], blocks: Sequence[Block], marks: Mapping[str, Ints]) -> Ints:
-    """Return which of the rows in blocks a resume has, each once."""
-    keys = marks.get("key", np.empty(0, np.int64))
-    places = values.get("pool.at.int64")
-    there = np.isin(keys, places) if places is not None else (keys >= state.added - state.size) & (keys < state.added)
-    there &= state.coming_back(values, marks.get(EPISODE, keys))
-    last = {key: at for at, key in enumerate(keys.tolist())}  # of blocks that overlap the later one counts
-    once = np.zeros(len(keys), bool)
-    once[list(last.values())] = True
-    return there & once if len(last) < len(keys) else there
-
-
-def _marks(layout: Layout, blocks: Sequence[Block], reward: str) -> tuple[dict[str, Ints], int]:
-    """Return the marks of all rows in some blocks, their keys, and their rewards, and how many blocks were not read."""
-    names = (EPISODE, PLACE, VERSION, END, reward)
-    found: dict[str, list[Ints]] = {}
-    unread = 0
-    for _, tensors, block in _tensors(layout, blocks, names):
-        if any(name not in tensors or len(tensors[name]) != block.count for name in names[:-1]):
-            unread += 1
-            continue
-        given = tensors.get(reward, np.empty(0))
-        tensors[reward] = given if given.shape == (block.count,) else np.full(block.count, np.nan)
-        tensors["key"] = np.arange(block.first, block.first + block.count)
-        for name, each in tensors.items():
-            found.setdefault(name, []).append(each)
-    return {name: np.concatenate(each) for name, each in found.items()}, unread
-
-
 def _trajectories(layout: Layout, stored: Stored) -> BufferFacts:
     state, _, infos = read_infos(stored)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
-    rewards: list[Ints] = []
-    unread = 0
-    for _, tensors, _ in _tensors(layout, blocks, ("rewards",)):
-        if "rewards" in tensors:
-            rewards.append(tensors["rewards"].reshape(-1))
-        else:
-            unread += 1
+    rewards, unread = Gathered(), 0
+    for take in (rewards.bound, rewards.spread):
+        unread = 0
+        for _, tensors in _tensors(layout, blocks, ("rewards",)):
+            if "rewards" in tensors:
+                take(tensors["rewards"])
+            else:
+                unread += 1
     there = any(column.name == "rewards" for column in state.columns or ())
     return BufferFacts(
         rank=None,
@@ -194,7 +231,7 @@ def _trajectories(layout: Layout, stored: Stored) -> BufferFacts:
         remove="fifo",
         blocks=len(blocks),
         bytes=sum(block.length for block in blocks),
-        rewards=Figures.of(np.concatenate(rewards) if rewards else ()),
+        rewards=rewards.figures(),
         lengths=Figures.of([each.shape[0] for each in infos]),
         priorities=Figures.of(()),
         versions=dict(Counter(each.model_weights_id for each in infos)),
@@ -205,23 +242,21 @@ def _trajectories(layout: Layout, stored: Stored) -> BufferFacts:
 # -- parts of payloads -------------------------------------------------------------------------------------------
 
 
-def _tensors(
-    layout: Layout, blocks: Sequence[Block], names: Sequence[str]
-) -> Iterator[tuple[int, dict[str, Ints], Block]]:
-    """Yield each block with those of its tensors that have these names and that numpy knows; none if it cannot be
-    read. File by file."""
-    by_file: dict[SegmentKey, list[Block]] = {}
-    for block in blocks:
-        by_file.setdefault(block.segment_key, []).append(block)
+def _tensors(layout: Layout, blocks: Sequence[Block], names: Sequence[str]) -> Iterator[tuple[int, dict[str, Ints]]]:
+    """Yield the number of each block, and those of its tensors that have these names and that numpy knows; none if it
+    cannot be read. File by file."""
+    by_file: dict[SegmentKey, list[int]] = {}
+    for number, block in enumerate(blocks):
+        by_file.setdefault(block.segment_key, []).append(number)
     for key, own in sorted(by_file.items()):
         try:
             file = Blocks(layout.segment(*key))
         except OSError:
-            yield from ((0, {}, block) for block in own)
+            yield from ((number, {}) for number in own)
             continue
         with file:
-            for block in sorted(own, key=lambda each: each.offset):
-                yield block.offset, _parts(file, block, names), block
+            for number in sorted(own, key=lambda number: blocks[number].offset):
+                yield number, _parts(file, blocks[number], names)
 
 
 def _parts(file: Blocks, block: Block, names: Sequence[str]) -> dict[str, Ints]:

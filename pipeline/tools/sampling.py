@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS, TRAJECTORIES
 from pipeline.config import WithoutReplacement
 from pipeline.errors import ConfigError, Damaged, Starved
 from pipeline.ledger import BUFFERED, FINISHED
@@ -22,8 +22,8 @@ from pipeline.replay.looking import look_at, look_at_trajectories
 from pipeline.replay.state import STATE_FILE
 from pipeline.store.codec import unpack
 from pipeline.store.segments import PayloadReader, Place
-from pipeline.tools.rollouts import RolloutReader, read_events
-from pipeline.tools.target import RUN, Target, find_target, not_of_ranks
+from pipeline.tools.rollouts import RolloutReaders, read_events
+from pipeline.tools.target import RUN, Target, find_target
 
 _TRIES = 3
 
@@ -107,13 +107,12 @@ def _sample(target: Target, count: int, seed: int | None, rank: int) -> Sampled:
     stored = target.stored
     if stored is None:
         raise Starved(f"{target.path}: nothing was saved yet, so there is nothing to be drawn")
-    not_of_ranks(stored.manifest, target.path)
     kind = stored.manifest.kind
     if kind == SHARDS and rank not in [each.rank for each in stored.manifest.shards]:
         raise ConfigError.of("rank", rank, f"{stored.manifest.world_size} ranks wrote it, counted from 0")
     if kind == TRAJECTORIES:
         return _of_trajectories(target, count, seed)
-    if kind != PIPELINE or any(info.path == STATE_FILE for info in stored.manifest.files):
+    if kind not in (PIPELINE, PIPELINE_RANKS) or any(info.path == STATE_FILE for info in stored.manifest.files):
         return _of_rows(target, count, seed, rank)
     return _of_groups(target, count, seed or 0)
 
@@ -162,21 +161,26 @@ def _of_groups(target: Target, count: int, seed: int) -> Sampled:
     stored = target.stored
     assert stored is not None
     begun = time.perf_counter()
-    reader = RolloutReader(target.layout, target.run.tag, stored)
+    reader = RolloutReaders(target.layout, target.run.tag, stored)
     wrong = read_events(target.layout, target.run.tag, reader)
     reader.finish(running=target.what == RUN)
     if reader.wrong is not None or wrong:
         raise Damaged(f"{target.path}: {reader.wrong or wrong[0]}")
-    fold = reader.fold
-    waiting = sorted(uid for uid, entry in fold.ledger.entries.items() if entry.state == BUFFERED)
+    folds = {
+        uid: part.fold
+        for part in reader.parts
+        for uid, entry in part.fold.ledger.entries.items()
+        if entry.state == BUFFERED
+    }
+    waiting = sorted(folds)
     if not waiting:
         raise Starved(f"{target.path}: no finished group waits to be trained")
     chosen = np.random.default_rng(seed).choice(waiting, min(count, len(waiting)), replace=False).tolist()
     places: list[Place] = [
         (uid, member, at)
         for uid in chosen
-        for member, at in sorted(fold.places.places.get(uid, {}).items())
-        if fold.ledger.entries[uid].members[member] == FINISHED
+        for member, at in sorted(folds[uid].places.places.get(uid, {}).items())
+        if folds[uid].ledger.entries[uid].members[member] == FINISHED
     ]
     loaded = time.perf_counter()
     tensors: dict[str, list[Any]] = {}

@@ -50,8 +50,9 @@ def not_of_ranks(manifest: Manifest, path: str) -> None:
     """
     if manifest.kind == PIPELINE_RANKS:
         raise UsageError(
-            f"{path}: a run of a pipeline of {manifest.world_size} ranks. Inspect, verify and status read it; its "
-            "rollouts are put together by resume() alone: with Pipeline(..., ranks=) of as many ranks, or of others"
+            f"{path}: a run of a pipeline of {manifest.world_size} ranks. Inspect, verify, status, sample and export "
+            "read it; only resume() puts its parts together anew: with Pipeline(..., ranks=) of as many ranks, or of "
+            "others"
         )
 
 

@@ -9,63 +9,22 @@ those of before are needed no more.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, check_generation, check_listed, choose, find_generations, of_kind
-from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS_FOLDER, shard_prefix
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS_FOLDER
+from pipeline.checkpoint.parts import PartLayout, part_of
 from pipeline.distributed import Ranks
-from pipeline.errors import Damaged, ForebayError, RankFailed
-from pipeline.records import Inherited, Opened
+from pipeline.errors import Damaged, RankFailed
+from pipeline.records import Opened
 from pipeline.sampler import TurnSampler
-from pipeline.store.journal import read_journal
-from pipeline.store.layout import JournalName, Layout
 from pipeline.wiring.rank_sharing import shared_out, turns_of
 from pipeline.wiring.recovery import Recovered, read_generation
 from pipeline.wiring.resuming import Found, Origin, check_external, opening, recovered_of
 from pipeline.wiring.state import RunState
-
-
-class PartLayout(Layout):
-    """A run's folder as one rank wrote it: its journals alone, and not those of lives that had shared everything out
-    anew after a generation which is gone back to."""
-
-    def __init__(self, layout: Layout, rank: int, newest: int, run_tag: int) -> None:
-        """Args:
-        layout: the folder's.
-        rank: whose part it is.
-        newest: the incarnation that committed the generation.
-        run_tag: the run's tag.
-        """
-        super().__init__(layout.directory)
-        self._rank, self._before = rank, sys.maxsize
-        for name in super().list_journals():
-            if name.rank == rank and name.incarnation > newest and _inherits(name, run_tag):
-                self._before = name.incarnation
-                break
-
-    def list_journals(self) -> list[JournalName]:
-        return [each for each in self._of_rank() if each.incarnation < self._before]
-
-    def abandoned(self) -> list[tuple[int, int, int]]:
-        """Return the journals that do not count, as an ``open`` event says it."""
-        return [(each.incarnation, each.rank, 0) for each in self._of_rank() if each.incarnation >= self._before]
-
-    def _of_rank(self) -> list[JournalName]:
-        return [each for each in super().list_journals() if each.rank == self._rank]
-
-
-def _inherits(name: JournalName, run_tag: int) -> bool:
-    """Whether a life began with what others had."""
-    events = read_journal(name, run_tag=run_tag)
-    try:
-        return any(type(logged.event) is Inherited for logged, _ in zip(events, range(2), strict=False))
-    except ForebayError:  # if the journal is needed, the fold will say what is wrong with it
-        return False
 
 
 class _Own(NamedTuple):
@@ -162,7 +121,7 @@ class RankResuming:
         if manifest.kind == PIPELINE:  # of one process: it is all of it
             check_generation(stored, later=[info.path for _, info in stored.trainer_files()])
             return recovered_of(state, origin, stored, self._reusable)
-        part = _part_of(stored, rank)
+        part = part_of(stored, rank)
         if not part.manifest.files:
             raise Damaged(f"{part.folder}: the part of rank {rank} is missing. resume() an older generation")
         for info in part.manifest.files:
@@ -184,20 +143,6 @@ def _terms(recovered: Recovered) -> list[Any]:
     """What ranks must have in common to go on with the order as it is, and the lengths of epochs that each knows."""
     sampler = turns_of(recovered)
     return [[sampler.base, sampler.mixture.shares], [[*key, length] for key, length in sampler.lengths.items()]]
-
-
-def _part_of(stored: Stored, rank: int) -> Stored:
-    """Return a rank's part of a generation as if it were one, without the trainer's files."""
-    prefix, manifest = shard_prefix(rank), stored.manifest
-    files = [
-        msgspec.structs.replace(info, path=info.path.removeprefix(prefix))
-        for info in manifest.files
-        if info.path.startswith(prefix)
-    ]
-    journals = [each for each in manifest.journals if each.rank == rank]
-    return Stored(
-        os.path.join(stored.folder, prefix), msgspec.structs.replace(manifest, files=files, journals=journals)
-    )
 
 
 def _trainer_of(stored: Stored) -> Stored:

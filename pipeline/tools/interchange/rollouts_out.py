@@ -9,8 +9,8 @@ import msgspec
 
 from pipeline.checkpoint.fold import ProducerFold
 from pipeline.checkpoint.halves import read_half
-from pipeline.checkpoint.lines import line_as_saved
 from pipeline.checkpoint.manifest import REPLAY_BUFFER
+from pipeline.checkpoint.parts import Part, parts_of
 from pipeline.errors import ConfigError, Damaged
 from pipeline.ledger import FINISHED, PARKED, UNREWARDED
 from pipeline.locations import Location
@@ -63,43 +63,61 @@ class _Found:
     """What the journals say."""
 
     def __init__(self, opened: Opened) -> None:
-        manifest = opened.stored.manifest
-        if REPLAY_BUFFER in manifest.left_out:
+        stored = opened.stored
+        if REPLAY_BUFFER in stored.manifest.left_out:
             raise ConfigError(
-                f"{opened.stored.folder}: the generation was saved without its buffer, so it has no rollouts; choose "
-                "another with --step",
+                f"{stored.folder}: the generation was saved without its buffer, so it has no rollouts; choose another "
+                "with --step",
                 option="step",
             )
-        half, _ = read_half(opened.stored.folder)
-        line = line_as_saved(opened.layout, opened.tag, manifest)
-        fold = ProducerFold(half, (), seed=0, line=manifest, discarded=line.discarded)
-        self.rewards: dict[tuple[int, int], float] = {}
-        for logged in read_journals(opened.layout, run_tag=opened.tag, skip=line.unneeded):
-            if fold.apply(logged) and isinstance(logged.event, Rewarded):
-                self.rewards[logged.event.uid, logged.event.member] = logged.event.reward
-        self._opened, self._fold = opened, fold
-        self._task_of = {uid: entry.task for uid, entry in fold.ledger.entries.items()}
-        fold.ledger.restore(half)
-        self.tasks = set(fold.ledger.totals)
+        self._opened = opened
+        self._parts = [_Part(part) for part in parts_of(opened.layout, opened.tag, stored)]
+        self.tasks = {name for part in self._parts for name in part.ledger.totals}
+        self.rewards = {key: reward for part in self._parts for key, reward in part.rewards.items()}
 
     def places(self, tasks: frozenset[str], statuses: frozenset[str]) -> list[tuple[Place, str]]:
         """Return where the payloads lie that are wanted, each with its status, by uid and member."""
         there = self._there()
         found = []
-        for uid in sorted(self._fold.places.places):
-            if tasks and self._task_of.get(uid) not in tasks:
-                continue
-            members = self._fold.places.places[uid]
-            for member in sorted(members):
-                status = self._status(uid, member)
-                if status in statuses and (status != TRAINED or there(members[member])):
-                    found.append(((uid, member, members[member]), status))
-        return found
+        for part in self._parts:
+            for place, status in part.places(tasks):
+                if status in statuses and (status != TRAINED or there(place[2])):
+                    found.append((place, status))
+        return sorted(found, key=lambda each: each[0][:2])
+
+    def _there(self) -> Callable[[Location], bool]:
+        names = set(self._opened.layout.list_segments())
+        return lambda at: os.path.basename(self._opened.layout.segment(*at.segment_key)) in names
+
+
+class _Part:
+    """What one process wrote, or one of several ranks."""
+
+    def __init__(self, part: Part) -> None:
+        half, _ = read_half(part.stored.folder)
+        line = part.line()
+        fold = ProducerFold(
+            half, (), seed=0, line=part.stored.manifest, discarded=line.discarded, sampler=part.sampler()
+        )
+        self.rewards: dict[tuple[int, int], float] = {}
+        for logged in read_journals(part.layout, run_tag=part.run_tag, skip=line.unneeded):
+            if fold.apply(logged) and isinstance(logged.event, Rewarded):
+                self.rewards[logged.event.uid, logged.event.member] = logged.event.reward
+        self.ledger, self._places = fold.ledger, fold.places.places
+        self._task_of = {uid: entry.task for uid, entry in fold.ledger.entries.items()}
+        fold.ledger.restore(half)
+
+    def places(self, tasks: frozenset[str]) -> Iterator[tuple[Place, str]]:
+        """Yield where the payloads of tasks lie, of all tasks if none is named, each with its status."""
+        for uid, members in self._places.items():
+            if not tasks or self._task_of.get(uid) in tasks:
+                for member, at in members.items():
+                    yield (uid, member, at), self._status(uid, member)
 
     def _status(self, uid: int, member: int) -> str:
-        if uid in self._fold.ledger.trained:
+        if uid in self.ledger.trained:
             return TRAINED
-        entry = self._fold.ledger.entries.get(uid)
+        entry = self.ledger.entries.get(uid)
         if entry is None:
             return ""
         if entry.members[member] == UNREWARDED:
@@ -107,10 +125,6 @@ class _Found:
         if entry.members[member] != FINISHED or (entry.unsettled and entry.state != PARKED):
             return ""  # of a group that is not whole yet
         return WAITS if entry.state == PARKED else BUFFERED
-
-    def _there(self) -> Callable[[Location], bool]:
-        names = set(self._opened.layout.list_segments())
-        return lambda at: os.path.basename(self._opened.layout.segment(*at.segment_key)) in names
 
 
 def _records(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from pipeline.checkpoint.generations import Stored, check_listed, choose, find_generations
-from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.generations import KINDS, Stored, check_listed, choose, find_generations
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, TRAJECTORIES
 from pipeline.errors import ConfigError, NotARun
 from pipeline.replay.state import STATE_FILE
 from pipeline.store.layout import Layout
 from pipeline.tools.interchange.streams import ROLLOUTS, TRANSITIONS, About
 from pipeline.tools.interchange.streams import TRAJECTORIES as OF_TRAJECTORIES
-from pipeline.tools.target import not_of_ranks
 
 
 class Opened(NamedTuple):
@@ -54,10 +53,9 @@ def content_of(opened: Opened, wanted: str | None) -> str:
         ConfigError: it has no such thing.
     """
     manifest = opened.stored.manifest
-    not_of_ranks(manifest, opened.layout.directory)
     if manifest.kind == TRAJECTORIES:
         there = [OF_TRAJECTORIES]
-    elif manifest.kind == PIPELINE:
+    elif manifest.kind in (PIPELINE, PIPELINE_RANKS):
         rows = any(info.path == STATE_FILE for info in manifest.files)
         there = [TRANSITIONS, ROLLOUTS] if rows else [ROLLOUTS]
         if rows and wanted is None:
@@ -65,13 +63,6 @@ def content_of(opened: Opened, wanted: str | None) -> str:
     else:
         there = [TRANSITIONS]
     if wanted is not None and wanted not in there:
-        raise ConfigError.of(
-            "content", wanted, f"{opened.layout.directory} is the run of a {_named(manifest.kind)}; it has {there[0]}"
-        )
+        kind = KINDS.get(manifest.kind, manifest.kind)
+        raise ConfigError.of("content", wanted, f"{opened.layout.directory} is the run of a {kind}; it has {there[0]}")
     return wanted or there[0]
-
-
-def _named(kind: str) -> str:
-    return {PIPELINE: "pipeline", SHARDS: "buffer of ranks", TRAJECTORIES: "buffer of trajectories"}.get(
-        kind, "replay buffer"
-    )
