@@ -26,6 +26,7 @@ train() {
     fi
     # What torchrun leaves its workers to save before it kills them; an older torch leaves them 30 s in any case.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}  # else two lines of warnings every 5 s while a rank waits
     srun torchrun --nnodes="${SLURM_NNODES:-1}" --nproc-per-node="${RANKS_PER_NODE:-2}" \
         --rdzv-backend=c10d --rdzv-id="${SLURM_JOB_ID:-0}" --rdzv-endpoint="$head:${PORT:-29400}" \
         examples/launch/train_ranks.py "$RUN" --steps "${UNTIL:-200}"

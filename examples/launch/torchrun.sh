@@ -9,6 +9,7 @@
 RUN=${RUN:-runs/ranks}
 UNTIL=${UNTIL:-200}
 MOST_IDLE=${MOST_IDLE:-3}                      # so many times in a row without a further step are enough
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}  # else two lines of warnings every 5 s while a rank waits
 
 stopped=""
 child=""
