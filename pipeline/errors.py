@@ -12,6 +12,7 @@
     │   │   └── RolloutTooDeep               its info is nested too deep: the attempt failed, the run goes on
     │   ├── GroupsRejected                   its filter, or what the filter rejects without end
     │   ├── RunnerRaised                     it raised, in another process
+    │   ├── EnvironmentFailed                an environment of another package says that its episode failed
     │   ├── WorkerDied                       its worker process ended under it
     │   └── WorkerFailed                     no worker process can start, or import what it is to run
     ├── EndOfSource          (EOFError)      a finite source has nothing left
@@ -108,6 +109,10 @@ class RunnerRaised(RunnerError):
     def __init__(self, message: str, *, type_name: str = "", traceback: str = "") -> None:
         super().__init__(message)
         self.type_name, self.traceback = type_name, traceback
+
+
+class EnvironmentFailed(RunnerError):
+    """An environment of another package says that its episode came to nothing; the attempt has failed."""
 
 
 class WorkerDied(RunnerError):

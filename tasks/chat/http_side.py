@@ -14,11 +14,12 @@ MOST_BYTES = 256 << 20
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request: its method, path and body."""
+    """A request: its method, path and body, and its headers by names in lower case."""
 
     method: str
     path: str
     body: bytes
+    headers: dict[str, str] = {}
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -78,7 +79,8 @@ async def _request(connection: Any, stream: anyio.abc.ByteStream) -> Asked | Non
             body.append(bytes(event.data))
         elif isinstance(event, h11.EndOfMessage):
             assert head is not None
-            return Asked(head.method.decode(), head.target.decode(), b"".join(body))
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+            return Asked(head.method.decode(), head.target.decode(), b"".join(body), headers)
         else:
             return None
 

@@ -12,7 +12,7 @@ import anyio
 import anyio.abc
 import msgspec
 
-from pipeline.errors import ChatError, ChatLimit, ReplyInvalid, RequestRefused, UsageError
+from pipeline.errors import ChatError, ChatLimit, RequestRefused, UsageError
 from pipeline.records import Rollout
 from pipeline.runner.context import Context
 from tasks.chat.clients import ChatClient
@@ -33,10 +33,13 @@ class Recording:
 
     Attributes:
         base_url: what the agent's client is to be given as its server; any key will do.
+        failure: why the newest request came to nothing; None if it was answered.
     """
 
-    def __init__(self, base_url: str, ctx: Context, max_requests: int | None) -> None:
+    def __init__(self, base_url: str, ctx: Context, max_requests: int | None, *, fails_once: bool = False) -> None:
         self.base_url, self._most = base_url, max_requests
+        self.failure: ChatError | None = None
+        self._fails_once = fails_once
         self._ctx = weakref.ref(ctx)  # an attempt that fails says nothing, and is not to be kept for that
         self._where = f"{ctx.item}, member {ctx.member}"
         self._tokens = Tokens()
@@ -56,6 +59,8 @@ class Recording:
         return self._tokens.rollout(reward, {"chats": self._chats, **(info or {})})
 
     def _may(self) -> None:
+        if self._fails_once and self.failure is not None and not isinstance(self.failure, RequestRefused):
+            raise RequestRefused(f"not tried again: {self.failure}")
         if self._most is not None and self.requests >= self._most:
             raise ChatLimit(f"max_requests={self._most} requests of this attempt were answered", what="turns")
 
@@ -75,6 +80,7 @@ class Recorder:
         self.client = client
         self._host, self._most = host, max_requests
         self._address = ""
+        self._shared = secrets.token_urlsafe(16)
         self._recordings: weakref.WeakValueDictionary[str, Recording] = weakref.WeakValueDictionary()
         self._by_attempt: weakref.WeakKeyDictionary[Context, Recording] = weakref.WeakKeyDictionary()
         self._group: anyio.abc.TaskGroup | None = None
@@ -111,14 +117,40 @@ class Recorder:
         Raises:
             UsageError: the recorder is not open.
         """
-        if not self._address:
-            raise UsageError("chat recorder: not open; Task(resource=recorder) opens it, or `async with recorder:`")
+        self._require_open()
         found = self._by_attempt.get(ctx)
         if found is None:
             name = secrets.token_urlsafe(16)  # whoever knows it may talk as this attempt
             found = Recording(f"{self._address}/{name}/v1", ctx, self._most)
             self._recordings[name] = self._by_attempt[ctx] = found
         return found
+
+    @property
+    def shared_url(self) -> str:
+        """One address for all attempts: a request says in the header ``X-Session-ID`` which recording it belongs to.
+
+        Raises:
+            UsageError: the recorder is not open.
+        """
+        self._require_open()
+        return f"{self._address}/{self._shared}/v1"
+
+    def session(self, ctx: Context, name: str) -> Recording:
+        """Return a new recording of an attempt, which may have several, for requests to :attr:`shared_url`.
+
+        It ends when nobody holds it any more. After a request for which the servers failed it answers no other, so that
+        an agent whose own client tries again does not multiply the attempts that the client's options allow.
+
+        Args:
+            ctx: of the attempt.
+            name: what the header says. Whoever knows it may talk as this attempt.
+        """
+        found = self._recordings[name] = Recording(self.shared_url, ctx, self._most, fails_once=True)
+        return found
+
+    def _require_open(self) -> None:
+        if not self._address:
+            raise UsageError("chat recorder: not open; Task(resource=recorder) opens it, or `async with recorder:`")
 
     def rollout(self, ctx: Context, reward: float, info: Mapping[str, Any] | None = None) -> Rollout:
         """End the recording of an attempt, and return it as :meth:`Recording.rollout` does."""
@@ -132,7 +164,7 @@ class Recorder:
 
     async def _answer(self, asked: Asked) -> Answer:
         name, _, verb = asked.path.removeprefix("/").partition("?")[0].partition("/")
-        recording = self._recordings.get(name)
+        recording = self._recordings.get(asked.headers.get("x-session-id", "") if name == self._shared else name)
         if recording is None:
             return _error(404, _ENDED)
         if (asked.method, verb) == ("GET", "v1/models"):
@@ -162,10 +194,10 @@ class Recorder:
             version = ctx.version_now
             reply = await self.client.request(body["messages"], key=ctx.key, extra_body=fields)
             recording._take(body, reply, version)
-        except (RequestRefused, ChatLimit) as error:
-            return _error(400, str(error))
-        except (ChatError, ReplyInvalid) as error:
-            return _error(502, str(error))
+            recording.failure = None
+        except ChatError as error:
+            recording.failure = recording.failure if recording._fails_once and recording.failure else error
+            return _error(400 if isinstance(error, RequestRefused | ChatLimit) else 502, str(error))
         told = _without(reply, wanted)
         return _streamed(told) if stream else as_json(200, told)
 
