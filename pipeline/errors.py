@@ -17,7 +17,7 @@
     │   └── WorkerFailed                     no worker process can start, or import what it is to run
     ├── EndOfSource          (EOFError)      a finite source has nothing left
     ├── Starved              (RuntimeError)  waiting cannot help: nothing can be produced
-    ├── TimedOut             (TimeoutError)  a limiter did not let it through in time
+    ├── TimedOut             (TimeoutError)  a limiter did not let it through in time, or there was no batch
     ├── RanksError           (RuntimeError)  what the ranks of a run do together
     │   ├── RankLost         (TimeoutError)  one of them was not heard from in time
     │   └── RankFailed                       one of them failed, or they do not agree
@@ -153,7 +153,8 @@ class Starved(ForebayError, RuntimeError):
 
 
 class TimedOut(ForebayError, TimeoutError):
-    """A buffer's limiter did not let rows through in the time that was given; nothing was changed."""
+    """A buffer's limiter did not let rows through in the time that was given, or no batch was there; nothing was
+    changed."""
 
     def __init__(self, message: str, may: Callable[[], object] = bool) -> None:
         super().__init__(message)

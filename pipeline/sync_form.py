@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pipeline.buffer import Batch
 from pipeline.checkpoint.trainer_state import load_states
 from pipeline.checkpoint.triggers import CheckpointRequest, Then
-from pipeline.errors import ClosedError, EndOfSource, ForebayError, Stopped, StoppedExit, UsageError
+from pipeline.errors import ClosedError, EndOfSource, ForebayError, Stopped, StoppedExit, TimedOut, UsageError
 from pipeline.ledger import Ledger
 from pipeline.records import Rollout
 from pipeline.sampler import Progress
@@ -229,11 +229,24 @@ class SyncPipeline:
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
-    def get_batch(self, groups: int) -> Batch:
-        """See :meth:`pipeline.Pipeline.get_batch`."""
-        batch = self._unless_asked(lambda: self._pipe._next_batch(groups))
+    def get_batch(self, groups: int, *, timeout: float | None = None) -> Batch:
+        """See :meth:`pipeline.Pipeline.get_batch`.
+
+        Args:
+            groups: how many groups the batch has.
+            timeout: seconds to wait, where the asynchronous form has ``anyio.fail_after``; None: for ever.
+
+        Raises:
+            TimedOut: there is no batch yet; nothing was changed, and nothing is lost.
+        """
+        batch = self._unless_asked(lambda: self._batch_within(groups, timeout))
         batch._release = lambda step: self._do(self._run.consumer.release, step)
         return batch
+
+    async def _batch_within(self, groups: int, seconds: float | None) -> Batch:
+        with anyio.move_on_after(seconds):
+            return await self._pipe._next_batch(groups)
+        raise TimedOut(f"get_batch(groups={groups}): there is no such batch after {seconds:g} s; call it again")
 
     def sample(self, count: int, **how: Any) -> Any:
         """See :meth:`pipeline.Pipeline.sample`."""
