@@ -174,8 +174,8 @@ class RolloutWorker:
             self._seen, self._moved = ended, monotonic()
         elif monotonic() - self._moved > stale_after_s:
             raise RuntimeError(
-                f"no rollout has ended for {stale_after_s:g} s: {self.pipe.statistics()}. If one may take so long, raise "
-                "heartbeat_stale_after_s; else give the task a timeout="
+                f"no rollout has ended for {stale_after_s:g} s: {self.pipe.statistics()}. If one may take so long, "
+                "raise heartbeat_stale_after_s; else give the task a timeout="
             )
 
     # -- samples ---------------------------------------------------------------------------------------------------

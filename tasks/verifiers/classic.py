@@ -21,12 +21,14 @@ class Classic:
     """Plays an ``Environment``; a ``Task(resource=)``, which holds the recorder open.
 
     Attributes:
+        name: the environment's own.
         grouped: whether its rubric scores the members of a group together.
     """
 
     def __init__(self, env: Any, recorder: Recorder, sampling: Mapping[str, Any] | None, group_size: int) -> None:
         self._env, self._recorder = env, recorder
         self._sampling = dict(sampling or {})
+        self.name: str = getattr(env, "env_id", "") or type(env).__name__
         self.grouped = _grouped(env)
         self._groups = Groups(group_size)
         self._stack = AsyncExitStack()

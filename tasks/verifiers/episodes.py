@@ -21,7 +21,14 @@ _NO_KEY = "FOREBAY_NO_API_KEY"
 
 
 class Episodes:
-    """Plays an ``Env``; a ``Task(resource=)``, which holds the recorder and the environment's own servers open."""
+    """Plays an ``Env``; a ``Task(resource=)``, which holds the recorder and the environment's own servers open.
+
+    Of an environment with several agents, traces are those of the agents that are trained, each by its agent's name,
+    and the reward is the mean of their traces' rewards. Scoring is part of the episode here, and keeps the slot.
+
+    Attributes:
+        name: the environment's own.
+    """
 
     def __init__(
         self,
@@ -31,6 +38,7 @@ class Episodes:
         reward: Callable[[Any], float] | None,
     ) -> None:
         self._env, self._recorder = env, recorder
+        self.name: str = env.config.env_id
         self._sampling, self._reward = dict(sampling or {}), reward
         self._stack = AsyncExitStack()
         self._model: Any = None

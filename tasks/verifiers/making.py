@@ -28,16 +28,9 @@ def verifiers_task(
 ) -> Task:
     """Return a task whose attempts are rollouts of an environment, with the reward of its own rubric.
 
-    An environment that says that a rollout failed fails the attempt; ``on_failure=`` says how often it is begun anew,
-    and the environment's own retries are left as they are set, which is to none.
-
     Traces have ``prompt_ids`` [p], ``completion_ids``, ``completion_mask``, ``logprobs`` and ``versions`` [c], as of
-    :class:`tasks.chat.Session`. Of an :class:`Env` with several agents they are those of the agents that are trained,
-    each by its agent's name, and the reward is the mean of their traces' rewards. ``info`` has ``rewards`` and
-    ``metrics`` by the environment's names, and the messages.
-
-    Reward functions of a whole group (before ``verifiers.v1``) are called once all members have been played: a group
-    that is to be scored together needs all of its members, so ``min_group`` cannot be less.
+    :class:`tasks.chat.Session`; ``info`` has ``rewards`` and ``metrics`` by the environment's names, and the messages.
+    An episode that the environment gives up is an attempt that failed.
 
     Args:
         env: an ``Env`` of ``verifiers.v1``, or an ``Environment``.
@@ -45,7 +38,7 @@ def verifiers_task(
         name: of the task; by default the environment's own.
         source: other items than those that the environment trains on: rows of its data set, or its tasks.
         sampling: fields of each request, before those of the client.
-        reward: instead of the mean: a function of an ``Env``'s ``Episode``.
+        reward: a function of an ``Env``'s ``Episode``, instead of the mean reward of its agents that are trained.
         group_size: as of :class:`pipeline.Task`.
         options: what else :class:`pipeline.Task` takes: ``share=``, ``timeout=``, ``on_failure=``, ...
 
@@ -62,15 +55,13 @@ def verifiers_task(
     recorder = client if isinstance(client, Recorder) else recorder_of(client)
     played: Any
     if callable(getattr(env, "run_episode", None)) and hasattr(env, "taskset"):
-        name, source = name or env.config.env_id, source or TaskItems(env.taskset)
-        played = Episodes(env, recorder, sampling, reward)
+        played, items = Episodes(env, recorder, sampling, reward), source or TaskItems(env.taskset)
     elif callable(getattr(env, "rollout", None)) and hasattr(env, "rubric"):
-        name = name or getattr(env, "env_id", "") or type(env).__name__
-        source, played = source or Rows(env), Classic(env, recorder, sampling, group_size)
+        played, items = Classic(env, recorder, sampling, group_size), source or Rows(env)
         _check_classic(env, played, reward, group_size, options.get("min_group"))
     else:
         raise ConfigError.of("env", env, "an Env of verifiers.v1, or an Environment, is needed: verifiers loads them")
-    return Task(name, source=source, run=played.run, resource=played, group_size=group_size, **options)
+    return Task(name or played.name, source=items, run=played.run, resource=played, group_size=group_size, **options)
 
 
 def _check_classic(env: Any, played: Classic, reward: Any, group_size: int, min_group: int | None) -> None:
