@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import anyio.lowlevel
 
 from pipeline.clock import running_clock
 from pipeline.config.base import MOST, Options
@@ -77,7 +78,10 @@ def client(
 
 
 class ChatClient:
-    """Asks servers; an async context manager, to be opened once. See :func:`client`."""
+    """Asks servers; an async context manager. See :func:`client`.
+
+    Whoever shares it may enter it, several tasks by ``Task(resource=client)`` among them; the last one closes it.
+    """
 
     def __init__(
         self, urls: str | Sequence[str], model: str, options: ChatOptions, sampling: Mapping[str, Any]
@@ -89,6 +93,8 @@ class ChatClient:
         self._openai: Any = None
         self._clients: dict[str, Any] = {}
         self._servers: Servers | None = None
+        self._users, self._loop = 0, None
+        self._opening: anyio.Lock | None = None
         self.requests = 0
         """How many were sent, retries included."""
 
@@ -104,16 +110,21 @@ class ChatClient:
         return self._servers
 
     async def __aenter__(self) -> Self:
-        if self._servers is not None:
-            raise UsageError(
-                "chat client: it is open already; several tasks may share one, each by Task(resource=client)"
-            )
-        self._servers = Servers(self.urls, self.options.concurrency, anyio.current_time)
+        loop: Any = anyio.lowlevel.current_token()
+        if self._loop != loop:
+            if self._users:
+                raise UsageError("chat client: it is open already, on another event loop; make a client for each")
+            self._loop, self._opening = loop, anyio.Lock()
+        self._users += 1
         try:
-            # Importing openai and reading certificates take a second, which is not the event loop's.
-            self._openai, self._clients = await anyio.to_thread.run_sync(self._made)
+            assert self._opening is not None
+            async with self._opening:
+                if self._servers is None:
+                    # Importing openai and reading certificates take a second, which is not the event loop's.
+                    self._openai, self._clients = await anyio.to_thread.run_sync(self._made)
+                    self._servers = Servers(self.urls, self.options.concurrency, anyio.current_time)
         except BaseException:
-            self._servers = None
+            self._users -= 1
             raise
         return self
 
@@ -139,6 +150,9 @@ class ChatClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._users -= 1
+        if self._users:
+            return
         clients, self._clients, self._servers = self._clients, {}, None
         with anyio.CancelScope(shield=True):
             for each in clients.values():

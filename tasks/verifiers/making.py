@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.errors import ConfigError
 from pipeline.interfaces import Source
 from pipeline.task import Task
-from tasks.chat import ChatClient, Recorder
+from tasks.chat import ChatClient
 from tasks.chat import recorder as recorder_of
 from tasks.verifiers.classic import Classic
 from tasks.verifiers.episodes import Episodes
@@ -18,7 +18,7 @@ from tasks.verifiers.sources import Rows, TaskItems
 def verifiers_task(
     env: Any,
     *,
-    client: ChatClient | Recorder,
+    client: ChatClient,
     name: str = "",
     source: Source | None = None,
     sampling: Mapping[str, Any] | None = None,
@@ -34,7 +34,7 @@ def verifiers_task(
 
     Args:
         env: an ``Env`` of ``verifiers.v1``, or an ``Environment``.
-        client: whom to ask; or a recorder that several tasks share.
+        client: whom to ask; tasks may share one.
         name: of the task; by default the environment's own.
         source: other items than those that the environment trains on: rows of its data set, or its tasks.
         sampling: fields of each request, before those of the client.
@@ -47,12 +47,12 @@ def verifiers_task(
         ImportError: the package is not installed.
     """
     _require()
-    if not isinstance(client, ChatClient | Recorder):
-        raise ConfigError.of("client", client, "chat.client(...) or chat.recorder(...) is needed")
+    if not isinstance(client, ChatClient):
+        raise ConfigError.of("client", client, "chat.client(...) is needed")
     for option in ("run", "resource"):
         if option in options:
             raise ConfigError(f"{option}=: a task of an environment has its own", option=option)
-    recorder = client if isinstance(client, Recorder) else recorder_of(client)
+    recorder = recorder_of(client)
     played: Any
     if callable(getattr(env, "run_episode", None)) and hasattr(env, "taskset"):
         played, items = Episodes(env, recorder, sampling, reward), source or TaskItems(env.taskset)

@@ -529,13 +529,29 @@ async def test_one_that_is_cancelled_while_it_waits_for_a_place_leaves_it_to_oth
     assert done == [0, 2]
 
 
-async def test_a_client_has_to_be_open_and_only_once() -> None:
-    client = chat.client("http://127.0.0.1:9/v1", model="m")
-    with pytest.raises(UsageError, match="not open"):
-        await client.session().complete("hello")
-    async with client:
-        with pytest.raises(UsageError, match="open already"):
-            await client.__aenter__()
+async def test_a_client_is_open_as_long_as_anybody_has_it_open() -> None:
+    async with serving(always(toy("ab", [1, 2], prompt=[9]))) as server:
+        client = chat.client(server.url, model="m")
+        with pytest.raises(UsageError, match="not open"):
+            await client.session().complete("hello")
+        for _ in range(2):
+            async with client:
+                async with client, anyio.create_task_group() as group:
+
+                    async def share() -> None:
+                        async with client:
+                            pass
+
+                    group.start_soon(share)
+                    group.start_soon(share)
+                assert (await client.session().complete("hello")).text == "ab"
+                with pytest.raises(UsageError, match="another event loop"):
+                    await anyio.to_thread.run_sync(anyio.run, client.__aenter__)
+            with pytest.raises(UsageError, match="not open"):
+                await client.session().complete("hello")
+
+
+def test_a_client_is_checked_when_it_is_made() -> None:
     for wrong in ([], ["gpu1:8000"], [3]):
         with pytest.raises(ConfigError, match="urls"):
             chat.client(wrong, model="m")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import ConfigError, EndOfSource, Pipeline, Retry, Rollout, Skip, Task
 from pipeline.errors import EnvironmentFailed, ServerFailed, SourceError
-from tasks import chat
+from tasks import SequenceSource, chat
 from tasks.llm import token_rows
 from tasks.verifiers import verifiers_task
 from tasks.verifiers.sources import TaskItems
@@ -237,8 +237,7 @@ async def test_a_cancelled_attempt_hangs_up_and_leaves_nothing_behind() -> None:
             ended.set()
 
     async with serving(never) as server:
-        recorder = chat.recorder(chat.client(server.url, model="policy"))
-        task = verifiers_task(single(count=1), client=recorder)
+        task = verifiers_task(single(count=1), client=chat.client(server.url, model="policy"))
         async with Pipeline([task]) as pipe:
             await pipe.start()
             await begun.wait()
@@ -246,7 +245,27 @@ async def test_a_cancelled_attempt_hangs_up_and_leaves_nothing_behind() -> None:
                 with anyio.fail_after(5):
                     await ended.wait()
                 gc.collect()
-                assert not recorder._recordings
+                assert not task.resource._recorder._recordings
+
+
+async def test_tasks_share_a_client() -> None:
+    async with serving(Toy()) as server:
+        client = chat.client(server.url, model="policy")
+
+        async def solve(item: Any, ctx: Any) -> Rollout:
+            talk = ctx.resource.session(ctx)
+            await talk.complete("1+1")
+            rollout: Rollout = talk.rollout(reward=1.0)
+            return rollout
+
+        tasks = [
+            verifiers_task(single(), client=client, name="one"),
+            verifiers_task(single(), client=client, name="two"),
+            Task("plain", source=SequenceSource([0]), run=solve, resource=client),
+        ]
+        async with Pipeline(tasks) as pipe:
+            await pipe.start()
+            assert {group.task for group in (await pipe.get_batch(groups=7)).groups} == {"one", "two", "plain"}
 
 
 async def test_tasks_without_an_end_are_come_by_in_any_order() -> None:
