@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tasks import SequenceSource, chat
 from tasks.llm import token_rows
 from tasks.verifiers import verifiers_task
 from tasks.verifiers.sources import TaskItems
-from tests.support.chat_server import Said, serving, toy
+from tests.support.chat_server import Said, called, serving, toy
 
 vf: Any = pytest.importorskip("verifiers.v1")
 PLUGINS = Path(__file__).parents[1] / "support" / "verifiers_plugins"
@@ -33,7 +34,7 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 class Toy:
     """A model whose tokens are bytes: its prompt is the text of all messages; it adds what it finds there."""
 
-    def __init__(self, say: Callable[[dict[str, Any]], str] | None = None) -> None:
+    def __init__(self, say: Callable[[dict[str, Any]], Any] | None = None) -> None:
         self.say = say or _added
         self.asked: list[dict[str, Any]] = []
 
@@ -41,6 +42,8 @@ class Toy:
         self.asked.append(request)
         prompt = [code for each in request["messages"] for code in (each["content"] or "").encode()]
         text = self.say(request)
+        if isinstance(text, dict):
+            return toy("", [0], prompt=prompt, tool_calls=[text], usage=1, finish="tool_calls")
         return toy(text, list(text.encode()), prompt=prompt, usage=len(text))
 
 
@@ -161,6 +164,40 @@ async def test_an_environment_of_ones_own_with_two_agents() -> None:
     (rollout,) = (await batch_of(env, Toy(lambda _: next(said)))).rollouts
     assert [(each.agent, text_of(each)) for each in rollout.traces] == [("first", b"0"), ("second", b"1")]
     assert rollout.info["rewards"]["won"] == 1.0
+
+
+async def test_a_judge_talks_to_its_own_server_and_leaves_no_tokens() -> None:
+    def say(request: dict[str, Any]) -> str:
+        return "yes" if request["model"] == "judge" else _added(request)
+
+    model = Toy(say)
+    async with serving(model) as server:
+        judge = {"id": "reference", "base_url": server.url, "api_key_var": "NO_KEY", "model": "judge", "weight": 3.0}
+        env = single(count=1, task={"judges": [judge]})
+        rollout = await Pipeline.try_one(verifiers_task(env, client=chat.client(server.url, model="policy")))
+    assert rollout.info["rewards"] == {"right": 2.0, "short": 0.25, "reference": 3.0}
+    assert rollout.info["turns"] == len(rollout.traces) == 1
+    assert [each["model"] for each in model.asked] == ["policy", "judge"]
+
+
+@pytest.mark.skipif("FOREBAY_VERIFIERS_PROGRAMS" not in os.environ, reason="uv installs their packages")
+@pytest.mark.parametrize("program", ["null", "bash"])
+async def test_the_packages_own_programs_with_a_tool_server(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set FOREBAY_VERIFIERS_PROGRAMS, and have ``uv`` and a package index at hand."""
+    monkeypatch.setenv("PYTHONPATH", str(PLUGINS), prepend=os.pathsep)
+
+    def say(request: dict[str, Any]) -> Any:
+        last = request["messages"][-1]
+        return last["content"] if last["role"] == "tool" else called("double", '{"number": 21}')
+
+    config = {"harness": {"id": program}, "runtime": {"type": "subprocess"}}
+    env = vf.load_environment(vf.SingleAgentEnvConfig(taskset={"id": "forebay_tools"}, agent=config))
+    model = Toy(say)
+    (rollout,) = (await batch_of(env, model)).rollouts
+    assert rollout.reward == 1.0
+    assert rollout.info["turns"] == 2
+    assert all(np.asarray(trace["completion_mask"]).any() for trace in rollout.traces)
+    assert "double" in [each["function"]["name"] for each in model.asked[0]["tools"]]
 
 
 async def test_servers_that_fail_are_asked_as_often_as_the_client_says_and_the_cause_is_named() -> None:
