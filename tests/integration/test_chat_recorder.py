@@ -304,3 +304,44 @@ async def test_a_task_without_a_recorder_has_no_base_url() -> None:
     async with Pipeline([Task("t", source=SequenceSource([0]), run=run)]) as pipe:
         await pipe.start()
         await pipe.get_batch(groups=1)
+
+
+async def test_several_recordings_of_an_attempt_at_one_address() -> None:
+    async with serving(Toy()) as server, chat.recorder(chat.client(server.url, model="m")) as recorder:
+        ctx: Any = _Attempt()
+        one, two = recorder.session(ctx, "one"), recorder.session(ctx, "two")
+        async with openai.AsyncOpenAI(base_url=recorder.shared_url, api_key="x", max_retries=0) as client:
+            for name, text in (("one", "a"), ("two", "b"), ("one", "c")):
+                await say(client, [user(text)], extra_headers={"X-Session-ID": name})
+            with pytest.raises(openai.NotFoundError):
+                await say(client, [user("a")], extra_headers={"X-Session-ID": "three"})
+            with pytest.raises(openai.NotFoundError):
+                await say(client, [user("a")])
+        found = [[bytes(each["prompt_ids"].tolist()) for each in part.rollout(0.0).traces] for part in (one, two)]
+        assert found == [[b"a", b"c"], [b"b"]]
+        del one, two
+        gc.collect()
+        assert not recorder._recordings
+    with pytest.raises(UsageError, match="not open"):
+        _ = recorder.shared_url
+
+
+async def test_an_agent_that_tries_again_itself_does_not_multiply_the_attempts() -> None:
+    async def answer(request: dict[str, Any]) -> Said:
+        asked.append(request)
+        return Said({"error": {"message": "no"}}, status=503)
+
+    asked: list[Any] = []
+    async with (
+        serving(answer) as server,
+        chat.recorder(chat.client(server.url, model="m", attempts=2, backoff_s=0.0)) as recorder,
+    ):
+        ctx: Any = _Attempt()
+        recording = recorder.session(ctx, "one")
+        async with openai.AsyncOpenAI(base_url=recorder.shared_url, api_key="x", max_retries=0) as client:
+            for status in (502, 400, 400):
+                with pytest.raises(openai.APIStatusError) as error:
+                    await say(client, [user("a")], extra_headers={"X-Session-ID": "one"})
+                assert error.value.status_code == status
+        assert len(asked) == 2
+        assert "503" in str(recording.failure)

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import pytest
 import torch
 
@@ -20,8 +21,10 @@ from pipeline import (
     RolloutFailed,
     StoreError,
     Task,
+    TimedOut,
     UsageError,
 )
+from tasks import SequenceSource
 from tests.support.runs import ids, numbers, pipeline, task
 
 
@@ -39,6 +42,24 @@ def test_a_source_that_ends_before_the_last_step_is_an_error() -> None:
         with pytest.raises(EndOfSource, match="step 4"):
             for _ in pipe.batches(groups=4, until=6):
                 pass
+
+
+def test_a_batch_that_is_not_there_in_time_is_lost_to_nobody() -> None:
+    opened = threading.Event()
+
+    async def run(item: Item, ctx: Context) -> Rollout:
+        await anyio.to_thread.run_sync(opened.wait)
+        return Rollout(reward=0.0)
+
+    with Pipeline([Task("t", source=SequenceSource([0, 1]), run=run)]).sync() as pipe:
+        pipe.start()
+        for _ in range(3):
+            with pytest.raises(TimedOut, match=r"groups=2.*0 s"):
+                pipe.get_batch(2, timeout=0)
+        opened.set()
+        assert len(pipe.get_batch(2, timeout=60).groups) == 2
+        with pytest.raises(EndOfSource):
+            pipe.get_batch(2, timeout=60)
 
 
 def test_state_is_read_and_loaded_on_the_callers_thread(run_directory: str) -> None:
