@@ -120,4 +120,5 @@ async def test_members_that_a_crash_cut_after_the_first_had_finished_have_what_t
         batch = await pipe.get_batch(groups=1)
     assert [each.reward for each in batch.rollouts] == [0.0, 1.0, 2.0]
     assert [dict(each.info) for each in batch.rollouts] == [{"member": n} for n in range(SIZE)]
-    assert second.played == second.scored == []
+    assert not second.played
+    assert not second.scored
