@@ -121,11 +121,11 @@ class Desk:
             self._end(ticket, DONE)
         self.tell()
 
-    def failed(self, ticket: Ticket | None, reason: str) -> None:
-        """A save has failed; ``ticket`` as for :meth:`ended`."""
+    def failed(self, ticket: Ticket | None, reason: str, *, stops: bool) -> None:
+        """A save has failed; ``ticket`` and ``stops`` as for :meth:`ended`: the stop has a save of its own."""
         with self._lock:
             ticket = ticket or self._open
-            if ticket is None or ticket.state != PENDING:
+            if ticket is None or ticket.state != PENDING or (ticket.then == "stop" and not stops):
                 return
             ticket.reason = reason
             self._end(ticket, FAILED)
@@ -140,4 +140,4 @@ class Desk:
         """Take no more requests; what is open has failed."""
         with self._lock:
             self.closed = self.closed or why
-        self.failed(None, why)
+        self.failed(None, why, stops=True)

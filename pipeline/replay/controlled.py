@@ -43,7 +43,7 @@ class Controlled:
 
         def ended(error: BaseException | None) -> None:
             if error is not None:
-                self.desk.failed(ticket, str(error) or repr(error))
+                self.desk.failed(ticket, str(error) or repr(error), stops=stops)
             else:
                 self.desk.ended(ticket, saving.generation, saving.step, stops=stops)
 

@@ -86,7 +86,7 @@ class FolderVerbs:
         try:
             saving = self._saver.save(step, self._own)
         except BaseException as error:
-            control.desk.failed(ticket, str(error) or repr(error))
+            control.desk.failed(ticket, str(error) or repr(error), stops=stops)
             raise
         control.answer(ticket, saving, stops=stops)
         control.announce()

@@ -105,7 +105,7 @@ class Checkpointing:
 
         def ended(error: ForebayError | None) -> None:
             if error is not None:
-                desk.failed(ticket, str(error))
+                desk.failed(ticket, str(error), stops=stops)
             else:
                 desk.ended(ticket, saving.generation, saving.step, stops=stops)
 
@@ -207,7 +207,7 @@ class Checkpointing:
         if desk is None or saver is None or (not stops and (saver.busy or saver.newest is None)):
             return
         if saver.newest is None:
-            desk.failed(None, "the run has stopped before there was anything to save")
+            desk.failed(None, "the run has stopped before there was anything to save", stops=True)
         else:
             desk.ended(None, *saver.newest, stops=stops)
 

@@ -69,11 +69,25 @@ class TestDesk:
         desk.begun()
         assert desk.take() == "stop"
 
+    def test_a_stop_that_is_asked_for_while_a_save_is_written_which_fails_is_still_to_come(self) -> None:
+        desk = Desk()
+        saved = desk.begun()
+        ticket = posted(desk, "stop")
+        assert ticket is saved
+        desk.failed(saved, "no space", stops=False)
+        assert (ticket.state, desk.asked) == ("pending", True)
+        assert (desk.take(), desk.begun()) == ("stop", ticket)
+        desk.ended(ticket, 2, 11, stops=True)
+        assert ticket.described()["generation"] == 2
+        last = posted(desk, "stop")
+        desk.failed(last, "no space", stops=True)
+        assert last.described()["reason"] == "no space"
+
     def test_a_failed_one_says_why_and_the_next_request_is_another(self) -> None:
         desk, told = Desk(), list[int]()
         desk.tell = lambda: told.append(1)
         ticket = posted(desk)
-        desk.failed(desk.begun(), "no space")
+        desk.failed(desk.begun(), "no space", stops=False)
         desk.ended(ticket, 1, 1, stops=True)
         assert (ticket.described()["reason"], ticket.state, told) == ("no space", "failed", [1])
         assert posted(desk).id != ticket.id
@@ -118,7 +132,7 @@ class TestDesk:
                 if do == "end":
                     desk.ended(ticket, generation, generation, stops=stops)
                 else:
-                    desk.failed(ticket, "it failed")
+                    desk.failed(ticket, "it failed", stops=False)
         for ticket, since, stop in asked.values():
             assert (ticket.then == "stop") == stop
             if ticket.state == "done":

@@ -57,7 +57,7 @@ def test_a_request_is_answered_at_once_and_its_end_can_be_waited_for() -> None:
         assert found == [{"id": name, "state": "done", "then": "stop", "generation": 5, "step": 50}]
         assert asker.look(name) == found[0]
         again = asker.save()
-        server.desk.failed(server.desk.begun(), "no space")
+        server.desk.failed(server.desk.begun(), "no space", stops=False)
         assert asker.end(again) == {"id": again, "state": "failed", "then": "continue", "reason": "no space"}
 
 
