@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -65,7 +67,30 @@ class Bench:
                 row = times(f"{what}, {name}", took[what], peer, took[peer], unit="s", most=most)
                 share = {f"share of the speed of {peer}": median(took[peer]) / median(took[what])}
                 found.append(replace(row, peers={**row.peers, **share}))
-        return found
+        return [*found, *self._memory(runs, size)]
+
+    def _memory(self, runs: Sequence[str], size: int) -> Iterator[Row]:
+        """How much memory commands take, of which none may need more for more rows."""
+        empty = _peak_of(["--help"])
+        both = self.place("out")
+        commands = {
+            "merge": ["merge", *runs, "--out", both],
+            "verify": ["verify", both],
+            "inspect": ["inspect", both],
+            "sample": ["sample", both, "-n", "16"],
+            "split": ["split", both, "--fraction", "0.5", "--out", self.place("one"), self.place("other")],
+            "reshard": ["reshard", both, "--to", "3", "--out", self.place("shards")],
+            "export": ["export", both, self.place("rows"), "--to", "safetensors"],
+        }
+        for name, command in commands.items():
+            yield Row(
+                name=f"peak memory of {name}, {size / GB:g} GB",
+                ours=_peak_of(command),
+                unit="MB",
+                limit=500.0,
+                asked="500 MB",
+                peers={"an empty command": empty},
+            )
 
     def _rounds(self, runs: Sequence[str], paths: Sequence[str], cold: bool) -> dict[str, list[float]]:
         def verified() -> float:
@@ -123,6 +148,17 @@ class Bench:
             asked="1 s at 2 GB",
             peers={"MB linked": made.linked / MB, "of MB": made.bytes / MB},
         )
+
+
+def _peak_of(command: Sequence[str]) -> float:
+    """Return how many MB a command of ``forebay`` had in memory at most."""
+    script = "import sys; from pipeline.cli import main\n"
+    script += "try: code = main(sys.argv[1:])\nexcept SystemExit as ended: code = ended.code\n"
+    # Not what getrusage says: a process inherits that from the one that it was forked from.
+    script += "said = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+    script += "print(said['VmHWM'].split()[0], file=sys.stderr); sys.exit(code)"
+    ended = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True, check=True)
+    return int(ended.stderr.split()[-1]) * 1024 / MB
 
 
 def _check(runs: Sequence[str]) -> None:
