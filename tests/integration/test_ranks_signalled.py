@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.checkpoint import verify
+from tests.support.children import insist
 from tests.support.gone import names
 from tests.support.ranked import ROWS, Group, manifests, processes, serve, serve_and_train, train
 
@@ -89,9 +89,7 @@ def test_a_second_one_in_the_middle_of_resume_leaves_at_once(tmp_path: Path, ser
     with processes(server, train, tmp_path, 2) as ranks:
         ranks.start({"known": True}, of_rank={1: ({"known": True, "hold": True},)})
         waits_in_resume(ranks, 0)
-        for _ in range(2):
-            ranks.ranks[0].send(signal.SIGTERM)
-            time.sleep(0.3)  # a second one that comes at once is taken for the first
+        insist(ranks.ranks[0].process, signal.SIGTERM)
         ranks.gone(0)
         assert ranks.ranks[0].process.exitcode == -signal.SIGTERM
         ranks.ranks[1].pipe.send("go on")
@@ -104,9 +102,7 @@ def test_a_second_one_leaves_at_once_and_the_last_generation_stands(tmp_path: Pa
         how = {"quiet": True, "every": 20}
         ranks.start(how, of_rank={1: (how | {"gate": 1},)})
         hear(ranks, 1, "writes")
-        ranks.ranks[1].send(signal.SIGTERM)
-        time.sleep(0.3)
-        ranks.ranks[1].send(signal.SIGTERM)
+        insist(ranks.ranks[1].process, signal.SIGTERM)
         ranks.gone(1)
         assert ranks.ends() == [1, -signal.SIGTERM, 1]
         said = [str(ranks.ranks[rank].rest()) for rank in (0, 2)]

@@ -22,6 +22,7 @@ from pipeline import Stopped, UsageError
 from pipeline.checkpoint.triggers import exit_by_code
 from tests.faults.test_triggers import manifests
 from tests.support import signalled
+from tests.support.children import insist
 from tests.support.crashes import Trained, begin
 from tests.support.runs import pipeline, task
 
@@ -127,10 +128,8 @@ def test_twice_leaves_at_once_and_the_last_generation_stands(
 ) -> None:
     with child(signalled.long_step, run_directory) as process:
         process.said("step 1")
-        process.send(signal.SIGTERM)
-        time.sleep(0.6)  # a second one that comes at once is taken for the first
-        process.send(signal.SIGTERM)
-        assert process.end(5) == -signal.SIGTERM  # what shells and launchers call 143
+        insist(process.process, signal.SIGTERM)
+        assert process.end() == -signal.SIGTERM  # what shells and launchers call 143
     goes_on(run_directory, 0, monkeypatch)
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 SECONDS = 60.0
+
+
+def insist(process: Any, number: int) -> None:
+    """Send a process a signal again and again until it has ended: two that come close to each other count as one, and
+    on a machine with other work nobody knows when the first one has come."""
+    until = time.monotonic() + SECONDS
+    while process.is_alive() and time.monotonic() < until:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+        process.join(0.3)
 
 
 class Ended(Exception):
@@ -61,7 +72,7 @@ class ChildProcess:
         self.process.join()
 
 
-@contextmanager
+@contextlib.contextmanager
 def child(body: Callable[..., None], *args: Any) -> Iterator[ChildProcess]:
     """A process that is gone afterwards."""
     process = ChildProcess(body, *args)
