@@ -42,7 +42,7 @@ class Child:
     def said(self, what: str) -> None:
         """Return when it has said ``what``."""
         while what not in self.log:
-            assert self._pipe.poll(20), f"{what!r} did not come; it said {self.log}"
+            assert self._pipe.poll(60), f"{what!r} did not come; it said {self.log}"
             self.log.append(self._pipe.recv())
 
     def send(self, number: int) -> None:
@@ -50,7 +50,7 @@ class Child:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def end(self, within: float = 10.0) -> int:
+    def end(self, within: float = 60.0) -> int:
         """Return its exit code; negative for a signal."""
         self.process.join(within)
         code = self.process.exitcode
