@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks import checkpoint, overhead, processes, replay, serving, sharded, staleness, tools, transitions
+from benchmarks import agents, checkpoint, overhead, processes, replay, serving, sharded, staleness, tools, transitions
 from benchmarks.harness import Row, show
 
 BENCHMARKS: dict[str, Callable[[float], list[Row]]] = {
+    "agents": agents.run,
     "checkpoint": checkpoint.run,
     "overhead": overhead.run,
     "processes": processes.run,

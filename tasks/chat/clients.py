@@ -134,14 +134,12 @@ class ChatClient:
             import openai
         except ImportError as error:
             raise ImportError("tasks.chat needs the extra llm: pip install 'forebay[llm]'") from error
-        timeout = openai.Timeout(None, connect=self.options.connect_timeout_s)
         clients = {
             url: openai.AsyncOpenAI(
                 base_url=url,
                 api_key=self.options.api_key,
                 max_retries=0,  # they are made here, and nowhere else
-                timeout=timeout,
-                http_client=openai.DefaultAsyncHttpxClient(limits=_no_limits(openai), timeout=timeout),
+                http_client=http_client(openai, self.options.connect_timeout_s),
             )
             for url in set(self.urls)
         }
@@ -261,6 +259,12 @@ def _checked(reply: Any) -> dict[str, Any]:
     if not isinstance(reply, dict) or not isinstance(first, dict) or not isinstance(first.get("message"), dict):
         raise _Passing("the reply has no choice with a message", ill=False) from ChatError(repr(reply)[:200])
     return reply
+
+
+def http_client(openai: Any, connect_timeout_s: float) -> Any:
+    """Return the HTTP client of one server: no limit but the seconds that a connection may take."""
+    timeout = openai.Timeout(None, connect=connect_timeout_s)
+    return openai.DefaultAsyncHttpxClient(limits=_no_limits(openai), timeout=timeout)
 
 
 def _no_limits(openai: Any) -> Any:

@@ -40,6 +40,17 @@ def test_a_small_run_of_two_processes_prints_rows(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+def test_small_chats_print_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai")
+    assert main(["agents", "--json", "--scale", "0.008"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 4
+    for row in rows:
+        assert row["ok"] == (row["ours"] <= row["limit"])
+        assert all(each > 0 for each in [row["ours"], *row["peers"].values()])
+
+
+@pytest.mark.slow
 def test_a_small_simulation_of_every_staleness_policy_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["staleness", "--json", "--scale", "0.03"]) == 0
     rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
