@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,10 +17,11 @@ from pipeline.clock import running_clock
 from pipeline.config.base import MOST, Options
 from pipeline.errors import ChatError, ConfigError, RequestRefused, ServerFailed, UsageError
 from pipeline.runner.context import Context
+from tasks.chat.growing import Events, Growing
 from tasks.chat.sampled import ASKED
 from tasks.chat.servers import Server, Servers
 from tasks.chat.session import Session
-from tasks.chat.text import decoded
+from tasks.chat.text import decoded, parsed
 
 _PASSING = (408, 409, 425, 429)  # beside everything from 500 on: the same request may be answered later
 
@@ -36,6 +38,11 @@ class ChatOptions(Options, frozen=True, kw_only=True):
             half to one. What a server says in ``Retry-After`` is waited instead.
         backoff_most_s: the longest of these pauses, but for what a server says.
         token_ids: whether to ask for token ids and log-probs. A server that refuses unknown fields needs False.
+        continues: whether a reply that was cut, by a weight update, a kill or a broken connection, is gone on with. The
+            servers then have to stream token ids of prompt and reply with chats, and to take token ids as the prompt of
+            ``/completions``: vLLM does.
+        keep_tokens: with ``continues``, after how many tokens of a reply what there is of it is kept for the case of a
+            kill, again and again.
         api_key: sent to the servers.
     """
 
@@ -46,15 +53,19 @@ class ChatOptions(Options, frozen=True, kw_only=True):
     backoff_s: float = 0.5
     backoff_most_s: float = 30.0
     token_ids: bool = True
+    continues: bool = False
+    keep_tokens: int = 256
     api_key: str = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("concurrency", "attempts"):
+        for option in ("concurrency", "attempts", "keep_tokens"):
             self._at_least(option, 1)
         for option in ("timeout_s", "connect_timeout_s", "backoff_s", "backoff_most_s"):
             if not 0 <= getattr(self, option) <= MOST:
                 raise ConfigError.of(option, getattr(self, option), "seconds, not negative, are needed")
+        if self.continues and not self.token_ids:
+            raise ConfigError.of("continues", True, "token_ids=True is needed with it: a reply is continued by its ids")
 
 
 def client(
@@ -164,12 +175,16 @@ class ChatClient:
         """
         return Session(self, ctx, **options)
 
-    async def request(self, messages: Sequence[Mapping[str, Any]], *, key: str = "", **body: Any) -> dict[str, Any]:
+    async def request(
+        self, messages: Sequence[Mapping[str, Any]], *, key: str = "", growing: Growing | None = None, **body: Any
+    ) -> dict[str, Any]:
         """Return a server's reply to a chat completion, decoded.
 
         Args:
             messages: the conversation.
             key: what the pauses between attempts follow from, beside their number: a label of the attempt.
+            growing: takes in a streamed reply, and what it has by then is not asked for again; then an empty dict is
+                returned.
             body: more fields of the request, before those of the client.
 
         Raises:
@@ -180,11 +195,15 @@ class ChatClient:
         if self.options.token_ids:
             fields.setdefault("logprobs", True)
         extra = {**(ASKED if self.options.token_ids else {}), **fields.pop("extra_body", {})}
+        if growing is None:
+            send = partial(self._plain, messages, fields, extra)
+        else:
+            send = partial(self._streamed, messages, {**extra, **fields}, growing)
         failed: Server | None = None
         for attempt in range(1, self.options.attempts + 1):
             async with self.servers.place(failed) as server:
                 try:
-                    reply = await self._ask(server, messages, fields, extra)
+                    reply = await self._ask(server, send)
                     self.servers.well(server)
                     return reply
                 except _Passing as passing:
@@ -202,26 +221,66 @@ class ChatClient:
         whole = min(self.options.backoff_s * 2.0 ** (attempt - 1), self.options.backoff_most_s)
         return whole * (0.5 + 0.5 * random.Random(f"{key}/{attempt}").random())
 
-    async def _ask(
-        self, server: Server, messages: Sequence[Mapping[str, Any]], fields: dict[str, Any], extra: dict[str, Any]
-    ) -> dict[str, Any]:
-        openai = self._openai
-        self.requests += 1
+    async def _ask(self, server: Server, send: Callable[[Any], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """Let a request be sent to a server, in its time, and say what went wrong in words of ours."""
         try:
             with anyio.fail_after(self.options.timeout_s):
-                raw = await self._clients[server.url].chat.completions.with_raw_response.create(
-                    messages=list(messages), extra_body=extra, **fields
-                )
-            reply = decoded(raw.content)
-        except TimeoutError as error:
-            raise _Passing(f"no reply within {self.options.timeout_s:g} s", ill=True) from error
-        except openai.APIStatusError as error:
-            raise _of_status(server, error) from error
-        except openai.APIConnectionError as error:
-            raise _Passing(f"no connection, or one that broke ({error.__cause__ or error})", ill=True) from error
-        except (ValueError, openai.APIError) as error:
-            raise _Passing(f"the reply is no JSON ({error})", ill=False) from error
-        return _checked(reply)
+                return await send(self._clients[server.url])
+        except (_Passing, ChatError):
+            raise
+        except Exception as error:
+            why = self._why(server, error)
+            if why is None:
+                raise
+            raise why from error
+
+    def _why(self, server: Server, error: Exception) -> Exception | None:
+        openai = self._openai
+        if isinstance(error, TimeoutError):
+            return _Passing(f"no reply within {self.options.timeout_s:g} s", ill=True)
+        if isinstance(error, openai.APIStatusError):
+            return _of_status(server, error)
+        if isinstance(error, openai.APIConnectionError):
+            return _Passing(f"no connection, or one that broke ({error.__cause__ or error})", ill=True)
+        if isinstance(error, _http(openai).TransportError):  # in the middle of a stream
+            return _Passing(f"the connection broke ({error})", ill=True)
+        if isinstance(error, (ValueError, openai.APIError)):
+            return _Passing(f"the reply is no JSON ({error})", ill=False)
+        return None
+
+    async def _plain(
+        self, messages: Sequence[Mapping[str, Any]], fields: dict[str, Any], extra: dict[str, Any], client: Any
+    ) -> dict[str, Any]:
+        self.requests += 1
+        raw = await client.chat.completions.with_raw_response.create(
+            messages=list(messages), extra_body=extra, **fields
+        )
+        return _checked(decoded(raw.content))
+
+    async def _streamed(
+        self, messages: Sequence[Mapping[str, Any]], fields: dict[str, Any], growing: Growing, client: Any
+    ) -> dict[str, Any]:
+        """Ask for a streamed chat, or for a completion that goes on from what there is."""
+        ids = growing.begin()
+        if growing.full(fields):
+            return {}
+        self.requests += 1
+        if ids is None:
+            asking, body = client.chat.completions, {**fields, "messages": list(messages)}
+        else:
+            # The prompt in extra_body counts; openai would look through the other one id by id.
+            asking, body = client.completions, {**growing.completion(fields), "prompt": ids}
+        named: dict[str, Any] = {"messages": []} if ids is None else {"prompt": ""}
+        events = Events()
+        async with asking.with_streaming_response.create(
+            model=body.pop("model"), stream=True, extra_body=body, **named
+        ) as response:
+            async for data in response.iter_bytes():
+                for event in events.of(data):
+                    growing.take(_event(event))
+        if growing.finish_reason in ("", "abort"):
+            raise _Passing(f"the stream ended before the reply ({growing.finish_reason or 'no word why'})", ill=False)
+        return {}
 
 
 class _Passing(Exception):
@@ -261,6 +320,13 @@ def _checked(reply: Any) -> dict[str, Any]:
     return reply
 
 
+def _event(data: bytes) -> dict[str, Any]:
+    said = parsed(data)
+    if not isinstance(said, dict) or said.get("error") is not None:
+        raise _Passing(f"the stream said {data[:200]!r}", ill=True)
+    return said
+
+
 def http_client(openai: Any, connect_timeout_s: float) -> Any:
     """Return the HTTP client of one server: no limit but the seconds that a connection may take."""
     timeout = openai.Timeout(None, connect=connect_timeout_s)
@@ -269,8 +335,13 @@ def http_client(openai: Any, connect_timeout_s: float) -> Any:
 
 def _no_limits(openai: Any) -> Any:
     """Return limits of the pool of connections that never let a request wait there: places are given out here."""
-    for name in ("httpx2", "httpx"):  # the one that the client is built on
+    return _http(openai).Limits(max_connections=None, max_keepalive_connections=None)
+
+
+def _http(openai: Any) -> Any:
+    """Return the module of the HTTP client that openai is built on."""
+    for name in ("httpx2", "httpx"):
         module = sys.modules.get(name)
         if module is not None and issubclass(openai.DefaultAsyncHttpxClient, module.AsyncClient):
-            return module.Limits(max_connections=None, max_keepalive_connections=None)
+            return module
     raise ImportError("tasks.chat: openai is built on an HTTP client that is not known here; pin openai below it")

@@ -7,6 +7,7 @@ vLLM, newer SGLang    ``return_token_ids``: ``choice.token_ids``, and ``prompt_t
 SGLang                ``return_meta_info``: ``choice.meta_info.output_token_logprobs``: [log-prob, id, text] each
 llama.cpp             ``choice.logprobs.content``: each has an ``id``
 vLLM                  ``return_tokens_as_token_ids``: each ``token`` there is ``token_id:17``
+completions           ``choice.logprobs.token_logprobs``; llama.cpp says them as in a chat
 ====================  ========================================================================================
 """
 
@@ -77,8 +78,9 @@ def _first(*found: Any) -> Any:
 def _ids_and_logprobs(choice: Mapping[str, Any], where: str) -> tuple[list[Any] | None, list[Any] | None]:
     told = choice.get("token_ids")
     meta = (choice.get("meta_info") or {}).get("output_token_logprobs")
-    content = (choice.get("logprobs") or {}).get("content")
-    logprobs = None if content is None else [each.get("logprob") for each in content]
+    said = choice.get("logprobs") or {}
+    content = said.get("content")
+    logprobs = said.get("token_logprobs") if content is None else [each.get("logprob") for each in content]
     if told is not None:
         return told, logprobs if logprobs is not None or meta is None else [each[0] for each in meta]
     if meta is not None:
@@ -86,7 +88,7 @@ def _ids_and_logprobs(choice: Mapping[str, Any], where: str) -> tuple[list[Any] 
             raise ReplyInvalid(f"{where}: meta_info.output_token_logprobs are no pairs of log-prob and id")
         return [each[1] for each in meta], [each[0] for each in meta]
     if content is None:
-        return None, None
+        return None, logprobs
     ids = [_id_of(each) for each in content]
     return (None if any(each is None for each in ids) else ids), logprobs
 

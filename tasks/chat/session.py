@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -11,6 +11,7 @@ import msgspec
 from pipeline.errors import ChatLimit, ConfigError, ReplyInvalid
 from pipeline.records import Rollout
 from pipeline.runner.context import Context
+from tasks.chat.growing import Growing, can_go_on
 from tasks.chat.text import cleaned
 from tasks.chat.tools import tools_of
 from tasks.chat.traces import Tokens, TokenTrace, Turn
@@ -18,7 +19,7 @@ from tasks.chat.traces import Tokens, TokenTrace, Turn
 if TYPE_CHECKING:
     from tasks.chat.clients import ChatClient
 
-_TURNS = "turn_ends"
+_TURNS, _CUT = "turn_ends", "cut"
 _AT_ONCE = 16
 """Calls of tools of one reply that run at the same time."""
 
@@ -71,6 +72,8 @@ class Session:
         max_tokens: int | None = None,
         timeout_s: float | None = None,
         keep: bool = True,
+        continues: bool | None = None,
+        parse: Callable[[str], Mapping[str, Any]] | None = None,
         **sampling: Any,
     ) -> None:
         """Args:
@@ -83,6 +86,9 @@ class Session:
         timeout_s: seconds for all of it, from now on.
         keep: whether an attempt that is interrupted goes on from what was said. One session of an attempt can: others
             are to have False, as they would be given each other's replies.
+        continues: as of the client's options, if it is to be another here.
+        parse: makes a message, without its role, of the text of a reply that was gone on with, so that replies that may
+            call tools can be; without it they are asked for anew, as the text alone does not say what was called.
         sampling: more fields of each request: ``temperature=0.7``.
 
         Raises:
@@ -102,7 +108,10 @@ class Session:
         self._tokens = Tokens()
         self._stopped = ""
         self._keeps = keep
-        self._kept, self._known = _kept(ctx) if keep else ([], Tokens())
+        self._continues, self._parse = client.options.continues if continues is None else continues, parse
+        self._growing: Growing | None = None
+        self._asked: list[dict[str, Any]] = []
+        self._kept, self._known, self._cut = _kept(ctx) if keep else ([], Tokens(), None)
 
     @property
     def turns(self) -> int:
@@ -149,16 +158,44 @@ class Session:
             raise ReplyInvalid(f"{self._where()}: the reply is no {schema!r}: {error}") from error
 
     async def _ask(self, asked: list[dict[str, Any]], body: Mapping[str, Any]) -> Reply:
-        version = 0 if self._ctx is None else self._ctx.version_now
+        version = self._version()
+        growing = self._growing = self._to_grow(asked, body)
         if self.turns:
             self.keep()
         with anyio.CancelScope(deadline=self._until) as scope:
-            raw = await self._client.request(asked, key="" if self._ctx is None else self._ctx.key, **body)
+            try:
+                key = "" if self._ctx is None else self._ctx.key
+                raw = await self._client.request(asked, key=key, growing=growing, **body)
+            except anyio.get_cancelled_exc_class():
+                if growing is not None:
+                    self.keep()
+                raise
         if scope.cancelled_caught:
             raise self._no_more("time", "the time of the conversation is over")
-        message = self._tokens.take(raw, self._where(), version)
+        self._growing = None
+        if growing is None:
+            message = self._tokens.take(raw, self._where(), version)
+        else:
+            message = self._tokens.take(growing.reply(self._parse), self._where(), growing.version, growing.versions)
         self.messages = [*asked, message]
         return _reply_of(message, self._tokens.turns[-1].finish_reason)
+
+    def _version(self) -> int:
+        return 0 if self._ctx is None else self._ctx.version_now
+
+    def _to_grow(self, asked: list[dict[str, Any]], body: Mapping[str, Any]) -> Growing | None:
+        """Return what takes in the reply, if that can be gone on with; it begins with what was kept of it."""
+        cut, self._cut = self._cut, None
+        fields = {**self._client.sampling, **body}
+        fields.update(fields.get("extra_body") or {})
+        if not self._continues or not can_go_on(fields, self._parse is not None):
+            return None
+        every = self._client.options.keep_tokens if self._ctx is not None and self._keeps else 0
+        growing = Growing(self._version, self._where(), every=every, keep=self.keep)
+        if cut is not None and cut.asked == asked:
+            growing.restore(cut.trace, cut.text)
+        self._asked = asked
+        return growing
 
     def _again(self, asked: list[dict[str, Any]]) -> Reply | None:
         """Return the reply that an interrupted attempt had to the same words."""
@@ -245,9 +282,17 @@ class Session:
         This is done before each request but the first. Call it when the last reply is there, if what follows takes
         long: a judge, say.
         """
-        if self._ctx is not None and self._keeps and len(self.messages) > len(self._kept):
-            turns = msgspec.to_builtins(self._tokens.turns)
-            self._ctx.save_partial(self._tokens.rollout(0.0, {"messages": self.messages, _TURNS: turns}))
+        if self._ctx is None or not self._keeps:
+            return
+        cut = None if self._growing is None else self._growing.kept()
+        if cut is None and len(self.messages) <= len(self._kept):
+            return
+        said = {"messages": self.messages, _TURNS: msgspec.to_builtins(self._tokens.turns)}
+        tokens = self._tokens
+        if cut is not None:
+            said[_CUT] = {"asked": self._asked[len(self.messages) :], "text": cleaned(cut[1])}
+            tokens = Tokens([*tokens.traces, cut[0]], tokens.turns)
+        self._ctx.save_partial(tokens.rollout(0.0, said))
 
     # -- what came of it ---------------------------------------------------------------------------------------
 
@@ -263,14 +308,24 @@ class Session:
         return self._tokens.rollout(reward, {**said, **(info or {})})
 
 
-def _kept(ctx: Context | None) -> tuple[list[dict[str, Any]], Tokens]:
-    """Return the messages and the tokens that an interrupted attempt has kept."""
+class _Cut(msgspec.Struct, frozen=True):
+    """A reply that was cut: to what, its tokens, its text."""
+
+    asked: list[dict[str, Any]]
+    trace: TokenTrace
+    text: str
+
+
+def _kept(ctx: Context | None) -> tuple[list[dict[str, Any]], Tokens, _Cut | None]:
+    """Return the messages and the tokens that an interrupted attempt has kept, and the reply that was cut."""
     partial = None if ctx is None else ctx.partial
     if partial is None or _TURNS not in partial.info:
-        return [], Tokens()
+        return [], Tokens(), None
     traces = [TokenTrace.of(trace.tensors) for trace in partial.traces]
     turns = msgspec.convert(partial.info[_TURNS], list[Turn])
-    return list(partial.info["messages"]), Tokens(traces, turns)
+    messages, said = list(partial.info["messages"]), partial.info.get(_CUT)
+    cut = None if said is None else _Cut([*messages, *said["asked"]], traces.pop(), said["text"])
+    return messages, Tokens(traces, turns), cut
 
 
 def _reply_of(message: dict[str, Any], finish_reason: str) -> Reply:

@@ -17,7 +17,19 @@ def decoded(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
-        return cleaned(json.loads(raw))  # takes such halves, and says clearly what else is wrong
+        return cleaned(parsed(raw))
+
+
+def parsed(raw: bytes) -> Any:
+    """Return what JSON says, with halves of surrogate pairs as they are: the other one may be in the next chunk.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return json.loads(raw)  # takes such halves, and says clearly what else is wrong
 
 
 def cleaned(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,13 +46,21 @@ class TokenTrace:
         begun, count = len(self.prompt_ids), len(self.prompt_ids) + len(self.completion_ids)
         return prompt[begun:count] == self.completion_ids and prompt[:begun] == self.prompt_ids
 
-    def add(self, prompt: array[int], ids: list[int], logprobs: list[float] | None, version: int) -> None:
-        """Take in a turn that goes on from this."""
+    def add(
+        self,
+        prompt: array[int],
+        ids: list[int],
+        logprobs: list[float] | None,
+        version: int,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        """Take in a turn that goes on from this; ``versions`` of its tokens, if they are not all ``version``."""
         between = prompt[len(self.prompt_ids) + len(self.completion_ids) :]
+        sampled_by = [version] * len(ids) if versions is None else versions
         self.completion_ids += between
         self.completion_ids.extend(ids)
         self.completion_mask.extend([0] * len(between) + [1] * len(ids))
-        self.versions.extend([version] * (len(between) + len(ids)))
+        self.versions.extend([*[sampled_by[0] if ids else version] * len(between), *sampled_by])
         if self.logprobs is None or logprobs is None:
             self.logprobs = None
         else:
@@ -114,13 +122,16 @@ class Tokens:
         """How many tokens all replies have."""
         return sum(turn.used for turn in self.turns)
 
-    def take(self, reply: Mapping[str, Any], where: str, version: int) -> dict[str, Any]:
+    def take(
+        self, reply: Mapping[str, Any], where: str, version: int, versions: Sequence[int] | None = None
+    ) -> dict[str, Any]:
         """Take in a turn, and return its message.
 
         Args:
             reply: of the server, decoded.
             where: what it is a reply to, for messages.
             version: of the weights that were in use when it was asked for.
+            versions: of each token, for a reply that was gone on with.
 
         Raises:
             ReplyInvalid: it contradicts itself; nothing was taken in.
@@ -133,19 +144,21 @@ class Tokens:
             used = len(found.ids) if found.ids is not None else counted if isinstance(counted, int) else 0
             self.turns.append(Turn(-1, 0, used, finish))
         else:
-            self._add(array("q", found.prompt_ids), found.ids, found.logprobs, version, finish)
+            prompt = array("q", found.prompt_ids)
+            trace, at, broke = self._trace_of(prompt)
+            trace.add(prompt, found.ids, found.logprobs, version, versions)
+            self.turns.append(Turn(at, len(trace.completion_ids), len(found.ids), finish, broke))
         return {name: each for name, each in choice["message"].items() if each is not None}
 
-    def _add(self, prompt: array[int], ids: list[int], logprobs: list[float] | None, version: int, finish: str) -> None:
+    def _trace_of(self, prompt: array[int]) -> tuple[TokenTrace, int, bool]:
+        """Return the trace that a prompt goes on from or a new one, its place, and whether that breaks off another."""
         # The newest that fits: agents may talk in turns, and each goes on from its own.
         at = next((at for at in reversed(range(len(self.traces))) if self.traces[at].goes_on(prompt)), -1)
         broke = bool(self.traces) and at < 0
         if at < 0:
             at = len(self.traces)
             self.traces.append(TokenTrace(prompt))
-        trace = self.traces[at]
-        trace.add(prompt, ids, logprobs, version)
-        self.turns.append(Turn(at, len(trace.completion_ids), len(ids), finish, broke))
+        return self.traces[at], at, broke
 
     def cut(self, turns: int) -> Tokens:
         """Return what it was after so many turns."""

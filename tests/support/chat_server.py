@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
 import h11
 
+T = TypeVar("T")
+CUT = object()
 Answer = Callable[[dict[str, Any]], Awaitable["Said"]]
 
 
@@ -22,6 +24,14 @@ class Said:
     ) -> None:
         self.raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.status, self.headers, self.cut = status, dict(headers or {}), cut
+
+
+class Stream(Said):
+    """An answer that is streamed: the events as they are made, as values or bytes; at ``CUT`` the connection breaks."""
+
+    def __init__(self, events: AsyncIterator[Any]) -> None:
+        super().__init__(b"")
+        self.events = events
 
 
 class ChatServer:
@@ -65,6 +75,8 @@ class ChatServer:
         said = await self._answered(json.loads(body), stream)
         if said is None:
             return False
+        if isinstance(said, Stream):
+            return await self._stream(said, connection, stream)
         headers = {"content-type": "application/json", "content-length": str(len(said.raw)), **said.headers}
         await stream.send(connection.send(h11.Response(status_code=said.status, headers=list(headers.items()))) or b"")
         data = said.raw[: len(said.raw) // 2] if said.cut else said.raw
@@ -74,13 +86,33 @@ class ChatServer:
         await stream.send(connection.send(h11.EndOfMessage()) or b"")
         return connection.our_state is h11.DONE
 
+    async def _stream(self, said: Stream, connection: h11.Connection, stream: anyio.abc.SocketStream) -> bool:
+        """Send the events as they are made; return whether another request may come over the connection."""
+        head = h11.Response(status_code=200, headers=[("content-type", "text/event-stream")])
+        await stream.send(connection.send(head) or b"")
+
+        async def send() -> bool:
+            async for event in said.events:
+                if event is CUT:
+                    return False
+                data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+                await stream.send(connection.send(h11.Data(data=data)) or b"")
+            await stream.send(connection.send(h11.EndOfMessage()) or b"")
+            return connection.our_state is h11.DONE
+
+        return bool(await self._while_there(send, stream))
+
     async def _answered(self, request: dict[str, Any], stream: anyio.abc.SocketStream) -> Said | None:
         async with self._came:
             self.requests.append(request)
             self._came.notify_all()
+        return await self._while_there(lambda: self.answer(request), stream)
+
+    async def _while_there(self, make: Callable[[], Awaitable[T]], stream: anyio.abc.SocketStream) -> T | None:
+        """Return what is made; None: the client has hung up meanwhile."""
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
-        said: list[Said] = []
+        made: list[T] = []
         try:
             async with anyio.create_task_group() as group:
 
@@ -92,11 +124,11 @@ class ChatServer:
                     group.cancel_scope.cancel()
 
                 group.start_soon(look)
-                said.append(await self.answer(request))
+                made.append(await make())
                 group.cancel_scope.cancel()
         finally:
             self.at_once -= 1
-        return said[0] if said else None
+        return made[0] if made else None
 
 
 @asynccontextmanager
