@@ -160,7 +160,7 @@ async def _train(pipe: Connection, directory: str, url: str, kept: int) -> None:
 
     def told(self: chat.Session) -> None:
         keep(self)
-        if self._growing is not None and len(self._growing.ids) >= kept > 0:
+        if self._growing is not None and self.used_tokens + len(self._growing.ids) >= kept > 0:
             enough.set()
 
     chat.Session.keep = told  # type: ignore[method-assign]
@@ -173,7 +173,7 @@ async def _train(pipe: Connection, directory: str, url: str, kept: int) -> None:
         await run.start()
         if kept:
             await enough.wait()
-            await run.save(0)
+            await (await run.save(0)).committed()
             pipe.send("saved")
             await anyio.sleep_forever()
         (rollout,) = (await run.get_batch(groups=1)).rollouts
@@ -190,7 +190,7 @@ async def test_what_was_kept_of_a_reply_survives_a_save_and_a_kill(run_directory
     model = Model(*WORDS)
     model.stop_at = {0: (7, HANG), 1: (3, HANG), 3: (3, HANG)}
     async with serving(model) as server:
-        for kept in (6, 8, 2):
+        for kept in (6, 8, 11 + 2):
             with child(_resumed, run_directory, server.url, kept) as process:
                 assert await anyio.to_thread.run_sync(hear, process) == "saved"
                 await anyio.to_thread.run_sync(process.kill)
