@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import anyio
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.support.chat_server import Said, called, serving, toy
+from tests.support.real_server import PYTHON
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -73,6 +79,47 @@ def test_async_script_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert first.stdout.startswith("from step 0, 0 finished")
     assert second.stdout.startswith("from step 200, ")
     assert "step 400: loss 0.0" in second.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON, reason="FOREBAY_SERVER_PYTHON names no interpreter with transformers[serving]")
+def test_tool_agent_makes_its_model_and_talks_to_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/tool_agent.py"], capture_output=True, text=True, cwd=ROOT, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, said, ids = done.stdout.splitlines()
+    assert said.startswith("32 conversations, ")
+    assert "'calculate': " in said
+    assert "'search': " in said
+    assert ids == "token ids of the server: no, so these cannot be trained on"
+    assert done.stdout.count("rewards [1.0, 1.0, 1.0, 1.0]") >= 2, "the model has learnt something"
+
+
+async def test_tool_agent_talks_to_a_server_that_is_there() -> None:
+    pytest.importorskip("openai")
+
+    async def answer(request: dict[str, Any]) -> Said:
+        *_, last = request["messages"]
+        if last["role"] == "tool":
+            return toy(last["content"].split()[-1].rstrip("."), [2], prompt=[9, 1, 7])
+        word = last["content"].split()[-1].rstrip("?")
+        name, given = ("search", "words") if word.isalpha() else ("calculate", "expression")
+        return toy("", [1], prompt=[9], tool_calls=[called(name, json.dumps({given: word}))])
+
+    async with serving(answer) as server:
+        command = [sys.executable, "examples/tool_agent.py", "--base-url", server.url, "--model", "m", "--token-ids"]
+        done = await anyio.run_process(command, cwd=ROOT, check=False)
+    said = done.stdout.decode()
+    assert done.returncode == 0, said + done.stderr.decode()
+    *_, summary, ids = said.splitlines()
+    assert (
+        summary
+        == ("32 conversations, 100% right; called {'calculate': 16, 'search': 16}; ended: {'the model was done': 32}")
+        or "100% right; called {'search': 16, 'calculate': 16}" in summary
+    )
+    assert ids == "token ids of the server: yes"
 
 
 def test_two_processes_go_on_though_the_trainer_is_killed(tmp_path: Path) -> None:
