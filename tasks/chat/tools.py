@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, get_type_hints
@@ -11,6 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from pipeline.errors import ConfigError
+from tasks.chat.text import cleaned
 
 
 class Tool:
@@ -52,12 +54,22 @@ class Tool:
             fields.append((name, kind) if each.default is each.empty else (name, kind, each.default))
         return msgspec.defstruct(f"{self.name}_arguments", fields, kw_only=True, forbid_unknown_fields=True)
 
+    def _given(self, arguments: str) -> Any:
+        try:
+            return msgspec.json.decode(arguments, type=self._arguments)
+        except ValueError as error:
+            try:  # a model may say half a surrogate pair, as it is or escaped
+                value = cleaned(json.loads(arguments))
+            except (ValueError, RecursionError):
+                raise error from None
+            return msgspec.json.decode(msgspec.json.encode(value), type=self._arguments)
+
     async def call(self, arguments: str) -> str:
         """Call it with arguments in JSON, and return what the model is told: the result, or ``error: ...`` if the
         arguments do not fit or it raised."""
         try:
-            given = msgspec.json.decode(arguments or "{}", type=self._arguments)
-        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            given = self._given(arguments or "{}")
+        except (ValueError, RecursionError) as error:
             return f"error: the arguments do not fit: {error}"
         named = {name: getattr(given, name) for name in self._arguments.__struct_fields__}
         try:

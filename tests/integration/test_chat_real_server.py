@@ -152,25 +152,32 @@ async def test_a_reply_is_gone_on_with_from_its_very_ids(llama: str, cut: int) -
 
 
 @NEEDS_LLAMA
-async def test_a_cancelled_chat_reaches_the_server(llama: str) -> None:
-    """The slot that worked on it is free again, long before its 900 tokens are there."""
-    url = f"{llama}/slots"
-    async with chat.client(f"{llama}/v1", model="tiny") as client, anyio.create_task_group() as group:
-        group.start_soon(partial_chat, client)
-        with anyio.fail_after(60):
-            await until(url, busy=True)
+async def test_a_cancelled_chat_reaches_the_server(model: Path) -> None:
+    """Its only slot is free again, and has not made the 8,000 tokens that were asked for."""
+    port = free_port()
+    with llama_server(model, port, slots=1, context=8192):
+        url = f"http://127.0.0.1:{port}"
+        async with chat.client(f"{url}/v1", model="tiny") as client, anyio.create_task_group() as group:
+            group.start_soon(endless_chat, client)
+            await until(f"{url}/slots", busy=True)
             group.cancel_scope.cancel()
+        (slot,) = await until(f"{url}/slots", busy=False)
+        assert 0 < slot["n_prompt_tokens"] < 8000, "what is in its memory: the prompt, and what was made"
+        async with chat.client(f"{url}/v1", model="tiny") as client:
+            assert (await client.session().complete("where is Ada?", max_tokens=5)).text
+
+
+async def endless_chat(client: chat.ChatClient) -> None:
+    await client.session().complete("where is Ada?", max_tokens=8000, extra_body={"ignore_eos": True})
+
+
+async def until(url: str, *, busy: bool) -> Any:
+    """Ask the server what its slots do until that is so, and return it: it has no other way to tell."""
     with anyio.fail_after(60):
-        await until(url, busy=False)
-
-
-async def partial_chat(client: chat.ChatClient) -> None:
-    await client.session().complete("where is Ada?", max_tokens=900, extra_body={"ignore_eos": True, "n_predict": 900})
-
-
-async def until(url: str, *, busy: bool) -> None:
-    while any(each["is_processing"] for each in await anyio.to_thread.run_sync(get, url)) is not busy:
-        await anyio.lowlevel.checkpoint()
+        while True:
+            slots = await anyio.to_thread.run_sync(get, url)
+            if any(each["is_processing"] for each in slots) is busy:
+                return slots
 
 
 def get(url: str) -> Any:

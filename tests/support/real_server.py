@@ -42,9 +42,9 @@ def transformers_serve(folder: Path, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def llama_server(folder: Path, port: int, slots: int = 8) -> Iterator[None]:
+def llama_server(folder: Path, port: int, *, slots: int = 8, context: int = 1024) -> Iterator[None]:
     """The server of llama.cpp, until the end of the block."""
-    command = [LLAMA, "-m", str(folder / "model.gguf"), "--jinja", "--slots", "-c", str(1024 * slots)]
+    command = [LLAMA, "-m", str(folder / "model.gguf"), "--jinja", "--slots", "-c", str(context * slots)]
     where = ["-np", str(slots), "-t", "1", "--host", "127.0.0.1", "--port", str(port)]
     with _started([*command, *where], "listening on"):
         yield
