@@ -161,7 +161,7 @@ async def test_a_cancelled_chat_reaches_the_server(model: Path) -> None:
             group.start_soon(endless_chat, client)
             await until(f"{url}/slots", busy=True)
             group.cancel_scope.cancel()
-        (slot,) = await until(f"{url}/slots", busy=False)
+        (slot,) = await until(f"{url}/slots", busy=False, every_s=2)
         assert 0 < slot["n_prompt_tokens"] < 8000, "what is in its memory: the prompt, and what was made"
         async with chat.client(f"{url}/v1", model="tiny") as client:
             assert (await client.session().complete("where is Ada?", max_tokens=5)).text
@@ -171,10 +171,12 @@ async def endless_chat(client: chat.ChatClient) -> None:
     await client.session().complete("where is Ada?", max_tokens=8000, extra_body={"ignore_eos": True})
 
 
-async def until(url: str, *, busy: bool) -> Any:
-    """Ask the server what its slots do until that is so, and return it: it has no other way to tell."""
+async def until(url: str, *, busy: bool, every_s: float = 0) -> Any:
+    """Ask the server what its slots do until that is so, and return it: it has no other way to tell. It looks whether
+    clients are still there only after a second in which it had nothing to say to anybody, these questions included."""
     with anyio.fail_after(60):
         while True:
+            await anyio.sleep(every_s)
             slots = await anyio.to_thread.run_sync(get, url)
             if any(each["is_processing"] for each in slots) is busy:
                 return slots
