@@ -261,6 +261,8 @@ class ChatClient:
         self, messages: Sequence[Mapping[str, Any]], fields: dict[str, Any], growing: Growing, client: Any
     ) -> dict[str, Any]:
         """Ask for a streamed chat, or for a completion that goes on from what there is."""
+        if growing.done:  # and only the end of the stream was cut off
+            return {}
         ids = growing.begin()
         if growing.full(fields):
             return {}
@@ -278,7 +280,7 @@ class ChatClient:
             async for data in response.iter_bytes():
                 for event in events.of(data):
                     growing.take(_event(event))
-        if growing.finish_reason in ("", "abort"):
+        if not growing.done:
             raise _Passing(f"the stream ended before the reply ({growing.finish_reason or 'no word why'})", ill=False)
         return {}
 

@@ -74,6 +74,12 @@ class Growing:
         self._known = self._plain = True
         self._whole, self._text = 0, 0  # tokens and characters up to the last chunk that had text
         self._kept_at = 0
+        self._first = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the server said why it ended, and did not give it up."""
+        return self.finish_reason not in ("", "abort")
 
     # -- from request to request --------------------------------------------------------------------------------
 
@@ -88,7 +94,7 @@ class Growing:
         if self.logprobs is not None:
             del self.logprobs[self._whole :]
         self.message["content"] = self.message["content"][: self._text]
-        self._first = True
+        self.finish_reason, self._first = "", True
         return [*self.prompt_ids, *self.ids]
 
     def completion(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +141,8 @@ class Growing:
             if not "\ud800" <= text[-1] <= "\udbff":  # half a character may come as half a pair
                 self._whole, self._text = len(self.ids), len(text)
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if self.done:
+            self._whole, self._text = len(self.ids), len(text)
         if self._every and self._whole >= self._kept_at + self._every and self._keep is not None:
             self._kept_at = self._whole
             self._keep()
@@ -191,21 +199,21 @@ class Growing:
         usage = {"completion_tokens": len(self.ids)} if self.ids else self._usage
         return {"choices": [choice], "prompt_token_ids": self.prompt_ids, "usage": usage}
 
-    def kept(self) -> tuple[TokenTrace, str] | None:
-        """Return what can be gone on from: its tokens, and its text; None: nothing."""
+    def kept(self) -> tuple[TokenTrace, str, str] | None:
+        """Return what can be gone on from: its tokens, its text, and why it ended if it has; None: nothing."""
         if not (self._whole and self.prompt_ids is not None and self._known and self._plain):
             return None
         trace, end = TokenTrace(self.prompt_ids), self._whole
         logprobs = None if self.logprobs is None else self.logprobs[:end]
         trace.add(trace.prompt_ids, self.ids[:end], logprobs, self.version, self.versions[:end])
-        return trace, self.message["content"][: self._text]
+        return trace, self.message["content"][: self._text], self.finish_reason if self.done else ""
 
-    def restore(self, trace: TokenTrace, text: str) -> None:
+    def restore(self, trace: TokenTrace, text: str, finish_reason: str) -> None:
         """Go on from what an interrupted attempt had kept."""
         self.prompt_ids, self.ids = trace.prompt_ids.tolist(), trace.completion_ids.tolist()
         self.versions = trace.versions.tolist()
         self.logprobs = None if trace.logprobs is None else trace.logprobs.tolist()
-        self.message["content"] = text
+        self.message["content"], self.finish_reason = text, finish_reason
         self._whole = self._kept_at = len(self.ids)
         self._text, self.requests = len(text), 1
 

@@ -193,7 +193,7 @@ class Session:
         every = self._client.options.keep_tokens if self._ctx is not None and self._keeps else 0
         growing = Growing(self._version, self._where(), every=every, keep=self.keep)
         if cut is not None and cut.asked == asked:
-            growing.restore(cut.trace, cut.text)
+            growing.restore(cut.trace, cut.text, cut.finish_reason)
         self._asked = asked
         return growing
 
@@ -290,7 +290,8 @@ class Session:
         said = {"messages": self.messages, _TURNS: msgspec.to_builtins(self._tokens.turns)}
         tokens = self._tokens
         if cut is not None:
-            said[_CUT] = {"asked": self._asked[len(self.messages) :], "text": cleaned(cut[1])}
+            asked = self._asked[len(self.messages) :]
+            said[_CUT] = {"asked": asked, "text": cleaned(cut[1]), "finish_reason": cut[2]}
             tokens = Tokens([*tokens.traces, cut[0]], tokens.turns)
         self._ctx.save_partial(tokens.rollout(0.0, said))
 
@@ -309,11 +310,12 @@ class Session:
 
 
 class _Cut(msgspec.Struct, frozen=True):
-    """A reply that was cut: to what, its tokens, its text."""
+    """A reply that was cut: to what, its tokens, its text, and why it ended if it had."""
 
     asked: list[dict[str, Any]]
     trace: TokenTrace
     text: str
+    finish_reason: str
 
 
 def _kept(ctx: Context | None) -> tuple[list[dict[str, Any]], Tokens, _Cut | None]:
@@ -324,7 +326,7 @@ def _kept(ctx: Context | None) -> tuple[list[dict[str, Any]], Tokens, _Cut | Non
     traces = [TokenTrace.of(trace.tensors) for trace in partial.traces]
     turns = msgspec.convert(partial.info[_TURNS], list[Turn])
     messages, said = list(partial.info["messages"]), partial.info.get(_CUT)
-    cut = None if said is None else _Cut([*messages, *said["asked"]], traces.pop(), said["text"])
+    cut = None if said is None else _Cut([*messages, *said["asked"]], traces.pop(), said["text"], said["finish_reason"])
     return messages, Tokens(traces, turns), cut
 
 

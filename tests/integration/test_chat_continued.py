@@ -14,7 +14,7 @@ from pipeline import ConfigError, FailFast, Item, Pipeline, Rollout, Task
 from pipeline.errors import ReplyInvalid, RequestRefused, ServerFailed
 from tasks import SequenceSource, chat
 from tasks.chat.growing import Events, Growing, can_go_on
-from tests.support.chat_server import Said, Stream, called, serving, toy
+from tests.support.chat_server import CUT, Said, Stream, called, serving, toy
 from tests.support.children import ChildProcess, child
 from tests.support.continued import BREAK, FIRST_ID, HANG, Model, check, solve
 
@@ -68,15 +68,15 @@ async def test_an_abort_at_every_chunk_loses_no_token_and_repeats_none(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [-(-len(each) // size) for each in WORDS]
-    for cut in range(sum(chunks)):
+    cuts = [(turn, at) for turn, count in enumerate(chunks) for at in range(count + 1)]
+    for turn, at in cuts:
         model = Model(*WORDS, size=size)
-        turn, at = (0, cut) if cut < chunks[0] else (1, cut - chunks[0])
         model.stop_at[turn] = at, HANG
         async with serving(model) as server:
             client = chat.client(server.url, model="m", **GOES_ON)
             task = Task("t", source=SequenceSource([0]), run=solve, resource=client, on_failure=FailFast())
             async with Pipeline([task]) as pipe:
-                with heard(monkeypatch, cut) as came:
+                with heard(monkeypatch, turn * chunks[0] + at) as came:
                     await pipe.start()
                     await server.came(turn + 1)
                     await came.wait()
@@ -84,14 +84,17 @@ async def test_an_abort_at_every_chunk_loses_no_token_and_repeats_none(
                     model.version = 1
                 (rollout,) = (await pipe.get_batch(groups=1)).rollouts
                 pipe.ledger.check()
-        before = min(cut * size, 11) if turn == 0 else 11 + at * size
-        assert check(rollout, WORDS) == [0] * before + [1] * (15 - before), cut
+        before = turn * len(WORDS[0]) + min(at * size, len(WORDS[turn]))
+        assert check(rollout, WORDS) == [0] * before + [1] * (15 - before), (turn, at)
         assert model.sampled == 15, "nothing was sampled twice"
-        assert ("prompt" in model.asked[turn + 1]) == (at > 0)
+        if at == chunks[turn]:
+            assert len(model.asked) == 2, "a reply whose end alone was cut off is there"
+            continue
         assert len(model.asked) == 3
+        again = model.asked[turn + 1]
+        assert ("prompt" in again) == (at > 0)
         if at > 0:
-            again = model.asked[turn + 1]
-            assert again["prompt"][-1] == FIRST_ID + min(at * size, len(WORDS[turn])) - 1
+            assert again["prompt"][-1] == FIRST_ID + at * size - 1
             assert not {"messages", "tools"} & again.keys()
 
 
@@ -335,6 +338,17 @@ async def test_streams_that_end_badly_are_gone_on_with(how: str) -> None:
     (trace,) = talk.rollout(0.0).traces
     assert trace["completion_ids"].tolist() == [1, 2, 3]
     assert [each.get("prompt") for each in server.requests] == [None, [9, 1, 2]]
+
+
+async def test_an_end_without_text_of_its_own_is_an_end() -> None:
+    """The token that ends a reply has no text; then the connection breaks."""
+    end = events(PROMPT, chunk("ab", [1, 2]), chunk("", [3], finish_reason="stop"), CUT)
+    async with serving(end) as server, chat.client(server.url, model="m", **GOES_ON) as client:
+        talk = client.session()
+        assert (await talk.complete("a")).text == "ab"
+        assert len(server.requests) == 1
+    (trace,) = talk.rollout(0.0).traces
+    assert trace["completion_ids"].tolist() == [1, 2, 3]
 
 
 async def test_a_server_that_says_no_ids_is_asked_anew() -> None:
