@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 from collections import Counter
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from pipeline import Item, Pipeline, Retry, Rollout, Task
 from tasks import SequenceSource, chat
 from tasks.chat.text import cleaned
 from tests.support.chat_server import Said, called, reply, serving, toy
+from tests.support.continued import BREAK, Model, check, solve
 
 pytest.importorskip("openai")
-WIDE = 1024
+WIDE, STREAMS = 1024, 256
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -149,6 +151,32 @@ async def test_a_thousand_rollouts_though_servers_fail_in_every_way() -> None:
     assert sorted(found) == list(range(WIDE))
     assert set(ill.did) == set(well.did) == set(FAULTS)
     assert failed == {"ReplyInvalid": ill.did["lengths"] + well.did["lengths"]}
+
+
+async def test_hundreds_of_streams_of_which_many_break_and_all_are_aborted_twice() -> None:
+    """No token of any reply is lost or sampled twice, and each has the version that made it."""
+    model, chance = Model("hello world", "more", size=4), random.Random(1)
+    model.stop_at = {n: (chance.randrange(1, 3), BREAK) for n in range(4 * STREAMS) if chance.random() < 0.25}
+    versions: Counter[int] = Counter()
+    async with serving(model) as server:
+        client = chat.client(server.url, model="m", concurrency=STREAMS, attempts=20, backoff_s=0.0, continues=True)
+        source = SequenceSource(list(range(STREAMS // 4)))
+        task = Task("t", source=source, run=solve, group_size=4, resource=client)
+        async with Pipeline([task], concurrency=STREAMS, capacity=STREAMS, watchdog=None) as pipe:
+            await pipe.start()
+            for version in (1, 2):
+                await model.has_sampled(version * 4 * STREAMS)
+                async with pipe.weight_update(version=version, running="abort"):
+                    model.version = version
+            rollouts = (await pipe.get_batch(groups=STREAMS // 4)).rollouts
+            pipe.ledger.check()
+    assert len(rollouts) == STREAMS
+    for rollout in rollouts:
+        versions.update(check(rollout, ["hello world", "more"]))
+    assert versions.keys() == {0, 1, 2}
+    assert versions.total() == 15 * STREAMS
+    gone_on = sum("prompt" in each for each in model.asked)
+    assert gone_on > STREAMS / 4
 
 
 HARD = {

@@ -92,12 +92,15 @@ class ChatServer:
         await stream.send(connection.send(head) or b"")
 
         async def send() -> bool:
-            async for event in said.events:
-                if event is CUT:
-                    return False
-                data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
-                await stream.send(connection.send(h11.Data(data=data)) or b"")
-            await stream.send(connection.send(h11.EndOfMessage()) or b"")
+            try:
+                async for event in said.events:
+                    if event is CUT:
+                        return False
+                    data = event if isinstance(event, bytes) else json.dumps(event).encode()
+                    await stream.send(connection.send(h11.Data(data=b"data: " + data + b"\n\n")) or b"")
+                await stream.send(connection.send(h11.EndOfMessage()) or b"")
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError):  # the client has hung up
+                return False
             return connection.our_state is h11.DONE
 
         return bool(await self._while_there(send, stream))
