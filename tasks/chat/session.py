@@ -94,11 +94,7 @@ class Session:
         Raises:
             ConfigError: a limit is no positive number, or a tool cannot be described.
         """
-        for option, value in (("max_turns", max_turns), ("max_tokens", max_tokens)):
-            if value is not None and (value.__class__ is not int or value < 1):
-                raise ConfigError.of(option, value, "a whole number of at least 1 is needed, or None")
-        if timeout_s is not None and not timeout_s > 0:
-            raise ConfigError.of("timeout_s", timeout_s, "seconds, more than 0, are needed, or None")
+        _check_limits(max_turns, max_tokens, timeout_s)
         self._client, self._ctx = client, ctx
         self._tools, self._sampling = tools_of(tools), sampling
         self._max_turns, self._max_tokens = max_turns, max_tokens
@@ -307,6 +303,14 @@ class Session:
         """
         said = {"messages": self.messages, "stopped": self._stopped}
         return self._tokens.rollout(reward, {**said, **(info or {})})
+
+
+def _check_limits(max_turns: int | None, max_tokens: int | None, timeout_s: float | None) -> None:
+    for option, value in (("max_turns", max_turns), ("max_tokens", max_tokens)):
+        if value is not None and (value.__class__ is not int or value < 1):
+            raise ConfigError.of(option, value, "a whole number of at least 1 is needed, or None")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError.of("timeout_s", timeout_s, "seconds, more than 0, are needed, or None")
 
 
 class _Cut(msgspec.Struct, frozen=True):
