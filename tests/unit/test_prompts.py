@@ -214,3 +214,32 @@ async def test_a_choice_that_fails_ends_the_run_with_its_name() -> None:
         await pipe.start(weights_current=True)
         with pytest.raises(SourceError, match=r"task 'pool': its source's choose\(\) failed.*disk"):
             await pipe.get_batch(1)
+
+
+async def test_the_items_of_a_local_data_set_of_hugging_face(tmp_path: Path, run_directory: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows: dict[str, list[Any]] = {
+        "question": [f"{n}+{n}" for n in range(COUNT)],
+        "answer": [2 * n for n in range(COUNT)],
+    }
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    data = datasets.load_from_disk(str(tmp_path / "set"))
+    asked: list[str] = []
+
+    async def solve(item: Item, ctx: Context) -> Rollout:
+        asked.append(item["question"])
+        return Rollout({"answer": [item["answer"]]}, reward=1.0)
+
+    seen: list[int] = []
+    for steps in (2, None):  # the second life goes on where the first one was
+        given = Task("sums", source=SequenceSource(data), run=solve, epochs=1)
+        async with Pipeline(given, directory=run_directory, watchdog=None, after_crash="discard") as pipe:
+            begun = await pipe.resume()
+            await pipe.start(weights_current=True)
+            step = begun.step
+            async for batch in pipe.batches(2, until=None if steps is None else steps):
+                seen += [int(group.rollouts[0]["answer"][0]) for group in batch]
+                step = batch.step
+            await (await pipe.save(step)).committed()
+    assert sorted(seen) == rows["answer"]
+    assert set(asked) == set(rows["question"])
