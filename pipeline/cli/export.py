@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             statuses=given.status,
             where=given.where,
             part_bytes=given.part_mb << 20,
+            fps=given.fps,
             dry_run=given.dry_run,
             progress=told,
         )
@@ -47,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _line(found: Exported, dry: bool) -> str:
     what = f"{said(found.count, found.content)} of step {found.step} as {found.to}"
+    notes = "".join(f"\n  note: {note}" for note in found.notes)
     if dry:
-        return f"{found.out}: {what} would be written, from {found.bytes:,} bytes"
+        return f"{found.out}: {what} would be written, from {found.bytes:,} bytes{notes}"
     size = sum(info.bytes for info in found.files)
-    return f"{found.out}: {what}, {said(len(found.files), 'files')} of {size:,} bytes"
+    return f"{found.out}: {what}, {said(len(found.files), 'files')} of {size:,} bytes{notes}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MB",
         help="about how large a file may become (default: %(default)s)",
     )
+    made.add_argument("--fps", type=int, metavar="N", help="frames per second, of lerobot alone (default: 1)")
     made.add_argument("--dry-run", action="store_true", help="look at everything, and write nothing")
     made.add_argument("--json", action="store_true", help="print what was written as JSON")
     return made

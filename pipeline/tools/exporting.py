@@ -35,6 +35,8 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """Of the generation."""
     files: list[PartInfo] = []
     """What was written; empty where nothing was."""
+    notes: list[str] = []
+    """What the format cannot hold in its own places, and where it lies instead."""
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,7 @@ def export(
     *,
     to: str,
     part_bytes: int = PART_BYTES,
+    fps: int | None = None,
     dry_run: bool = False,
     progress: Callable[[int, int], None] | None = None,
     **chosen: Any,
@@ -75,6 +78,7 @@ def export(
         out: where to write; absent or empty.
         to: the format: one of :data:`~pipeline.tools.formats.registry.TO`.
         part_bytes: about how large a file may become.
+        fps: of LeRobot alone, which wants to know how many frames a second has; left out, 1.
         dry_run: look at everything, and write nothing.
         progress: told bytes that were taken in, and of how many.
         chosen: what: see :class:`Chosen`.
@@ -87,17 +91,25 @@ def export(
     form = format_of(to, "to", TO)
     if part_bytes < 1:
         raise ConfigError.of("part_bytes", part_bytes, "at least 1 is needed")
+    if fps is not None and (to != "lerobot" or fps < 1):
+        raise ConfigError.of("fps", fps, "1 or more is needed, and that for --to lerobot alone")
     source, target = os.fspath(run), os.fspath(out)
     check_target(target, source)
     stream, step = _chosen(source, form, Chosen(**{k: _held(v) for k, v in chosen.items()}))
     found = Exported(
-        out=target, to=to, content=content_of_stream(stream), count=stream.total, bytes=stream.nbytes, step=step
+        out=target,
+        to=to,
+        content=content_of_stream(stream),
+        count=stream.total,
+        bytes=stream.nbytes,
+        step=step,
+        notes=form.told(stream) if hasattr(form, "told") else [],
     )
     if dry_run:
         return found
     with aside(target) as folder:
         told = progress or (lambda done, total: None)
-        writing = OutFolder(folder, to, stream, part_bytes, lambda done: told(done, stream.nbytes))
+        writing = OutFolder(folder, to, stream, part_bytes, lambda done: told(done, stream.nbytes), fps or 1)
         form.write(stream, writing)
         described = writing.finish()
     return msgspec.structs.replace(found, count=described.count, files=described.files)

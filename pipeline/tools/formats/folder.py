@@ -61,8 +61,10 @@ class Described(msgspec.Struct, kw_only=True):
 class OutFolder:
     """Writes an export into a folder that is empty. Blocks."""
 
-    def __init__(self, directory: str, to: str, stream: Stream, part_bytes: int, progress: Progress) -> None:
-        self.directory, self.part_bytes, self.progress = directory, part_bytes, progress
+    def __init__(
+        self, directory: str, to: str, stream: Stream, part_bytes: int, progress: Progress, fps: int = 1
+    ) -> None:
+        self.directory, self.part_bytes, self.progress, self.fps = directory, part_bytes, progress, fps
         self.described = Described(to=to, about=msgspec.structs.replace(stream.about, notes=[]))
         if isinstance(stream, Transitions):
             self.described.columns, self.described.marks = list(stream.schema.columns), list(stream.marks)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.errors import Damaged
-from pipeline.tools.formats.arrow_rows import arrow_module, foreign_table
+from pipeline.tools.formats.arrow_rows import BATCH_BYTES, arrow_module, foreign_table
 from pipeline.tools.formats.arrow_streams import Outgoing, incoming
 from pipeline.tools.formats.extras import needed
 from pipeline.tools.formats.folder import OutFolder, checked_parts, is_described, read_described
@@ -74,7 +74,7 @@ def read(path: str) -> Stream:
 
         def tables() -> Iterator[tuple[Any, str]]:
             for file, _ in checked_parts(path, described):
-                yield from _tables(pa, pq, file)
+                yield from tables_of(pa, pq, file)
 
         return incoming(pa, described, tables, path)
     names = [path]
@@ -84,20 +84,25 @@ def read(path: str) -> Stream:
 
     def foreign() -> Iterator[dict[str, Any]]:
         for name in names:
-            for table, _ in _tables(pa, pq, name):
+            for table, _ in tables_of(pa, pq, name):
                 if table.num_rows:
                     yield foreign_table(pa, table, notes)
 
     return foreign_rows(foreign, path, nbytes=sum(map(os.path.getsize, names)), about=About(notes=notes))
 
 
-def _tables(pa: Any, pq: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """Yield what a file holds, a part of a row group at a time."""
+def tables_of(pa: Any, pq: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Yield what a file holds, a part of a row group at a time, and where each part lies.
+
+    Raises:
+        Damaged: it is no Parquet.
+    """
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             for group in range(file.num_row_groups):
-                begun = 0
-                for batch in file.iter_batches(batch_size=1 << 14, row_groups=[group]):
+                begun, told = 0, file.metadata.row_group(group)
+                most = max(1, min(1 << 14, BATCH_BYTES * told.num_rows // max(1, told.total_byte_size)))
+                for batch in file.iter_batches(batch_size=most, row_groups=[group]):
                     yield pa.Table.from_batches([batch]), f"{path}, row group {group}, row {begun}"
                     begun += batch.num_rows
     except (pa.ArrowException, OSError) as error:

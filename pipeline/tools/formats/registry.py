@@ -20,13 +20,14 @@ _PLACES = {
     "parquet": "parquet",
     "datasets": "datasets_folder",
     "minari": "minari",
+    "lerobot": "lerobot",
     "rlinf": "rlinf",
     "torchrl": "torchrl",
     "xtuner": "xtuner",
 }
-TO = ("jsonl", "safetensors", "parquet", "datasets", "minari")
+TO = ("jsonl", "safetensors", "parquet", "datasets", "minari", "lerobot")
 """Formats that are written."""
-FROM = ("jsonl", "safetensors", "parquet", "datasets", "minari", "rlinf", "torchrl", "xtuner")
+FROM = ("jsonl", "safetensors", "parquet", "datasets", "minari", "lerobot", "rlinf", "torchrl", "xtuner")
 """Formats that are read."""
 
 
@@ -39,6 +40,8 @@ class Format(Protocol):
     recognises: Callable[[str], bool]
     write: Callable[[Stream, OutFolder], None]
     read: Callable[[str], Stream]
+    told: Callable[[Stream], list[str]]
+    """What it cannot hold in its own places; a module that holds all of it has none."""
 
 
 def format_of(name: str, option: str, allowed: tuple[str, ...]) -> Format:

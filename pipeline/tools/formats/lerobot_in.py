@@ -1,0 +1,168 @@
+"""Reads datasets that LeRobot wrote, version 3.0 and the versions 2 before it: ``meta/info.json`` says what features
+there are, ``data/*/*.parquet`` has the frames."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.errors import ConfigError, Damaged
+from pipeline.store.files import open_plain
+from pipeline.tools.formats.arrow_rows import foreign_table
+from pipeline.tools.formats.images import image_module, pixels_of
+from pipeline.tools.formats.lerobot_places import column_of, is_single
+from pipeline.tools.formats.parquet import tables_of
+from pipeline.tools.formats.table_rows import foreign_rows
+from pipeline.tools.interchange.streams import EPISODE, PLACE, About, Transitions
+
+NAME = "lerobot"
+INFO = os.path.join("meta", "info.json")
+_VERSIONS = ("v2.", "v3.")
+_MARKS = {"episode_index": EPISODE, "frame_index": PLACE}
+_NO_NEXT = "LeRobot keeps no observation after the last frame of an episode: there is no next_obs"
+_SHOWN = 5
+
+
+class _Info(msgspec.Struct, frozen=True):
+    """What is needed of ``meta/info.json``."""
+
+    codebase_version: str
+    fps: float
+    total_frames: int
+    features: dict[str, dict[str, Any]]
+
+
+def foreign_dataset(pa: Any, pq: Any, path: str) -> Transitions:
+    """Return the frames of a dataset as transitions.
+
+    Raises:
+        ConfigError: it has videos, or is of a version that is not read, or ``pillow`` is missing.
+        Damaged: a file is missing or no such.
+    """
+    info = _info(path)
+    names = sorted(glob.glob(os.path.join(glob.escape(path), "data", "*", "*.parquet")))
+    frames = sum(_frames(pa, pq, name) for name in names)
+    if frames != info.total_frames:
+        raise Damaged(f"{path}: data has {frames} frames in {len(names)} files, and {INFO} says {info.total_frames}")
+    notes = [f"fps was {info.fps:g}", _NO_NEXT, *_tasks(pa, pq, path)]
+    images = {name: tuple(each["shape"]) for name, each in info.features.items() if each["dtype"] == "image"}
+    pillow = image_module(NAME) if images else None
+
+    def tables() -> Iterator[dict[str, Any]]:
+        for name in names:
+            for table, where in tables_of(pa, pq, name):
+                if table.num_rows:
+                    yield _table(pa, pillow, info, images, table, where, notes)
+
+    return foreign_rows(tables, path, nbytes=sum(map(os.path.getsize, names)), about=About(notes=notes))
+
+
+def _info(path: str) -> _Info:
+    where = os.path.join(path, INFO)
+    try:
+        with open_plain(where) as file:
+            info = msgspec.json.decode(file.read(), type=_Info)
+        kinds = {name: str(feature["dtype"]) for name, feature in info.features.items()}
+        if any(min(feature["shape"]) < 0 for feature in info.features.values()):
+            raise ValueError("a shape is negative")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no {INFO} in it, so it is no dataset of LeRobot", option="path") from None
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise Damaged(f"{where}: what it says of the dataset cannot be ({error})") from None
+    if not info.codebase_version.startswith(_VERSIONS):
+        raise ConfigError(
+            f"{where}: is of version {info.codebase_version}; v2.0, v2.1 and v3.0 are read. Convert it with LeRobot",
+            option="path",
+        )
+    videos = [name for name, kind in kinds.items() if kind == "video"]
+    if videos:
+        raise ConfigError(
+            f"{path}: {', '.join(videos)} {'are videos' if len(videos) > 1 else 'is a video'}, which is not decoded "
+            "here; where LeRobot is installed, write the dataset again with LeRobotDataset.create(..., "
+            'use_videos=False) and "dtype": "image", or without it',
+            option="path",
+        )
+    return info
+
+
+def _frames(pa: Any, pq: Any, path: str) -> int:
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise Damaged(f"{path}: cannot be read as Parquet ({error})") from error
+
+
+def _tasks(pa: Any, pq: Any, path: str) -> list[str]:
+    """Return a note of the texts of tasks, which no column holds."""
+    names = os.path.join(path, "meta", "tasks.parquet"), os.path.join(path, "meta", "tasks.jsonl")
+    try:
+        if os.path.isfile(names[0]):
+            rows = pq.read_table(names[0]).to_pylist()
+            texts = [next((str(text) for key, text in row.items() if key != "task_index"), "") for row in rows]
+        elif os.path.isfile(names[1]):
+            with open_plain(names[1]) as file:
+                rows = msgspec.json.decode_lines(file.read(), type=list[dict[str, Any]])
+            texts = [str(row["task"]) for row in rows]
+        else:
+            return []
+        numbers = [int(row["task_index"]) for row in rows]
+    except (pa.ArrowException, OSError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+        raise Damaged(f"{path}: the tasks in its meta cannot be read ({error})") from None
+    shown = ", ".join(f"{number} {text!r}" for number, text in list(zip(numbers, texts, strict=True))[:_SHOWN])
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return [f"task_index is the number of a text, which did not come along: {shown}{more}"]
+
+
+def _table(
+    pa: Any, pillow: Any, info: _Info, images: dict[str, tuple[int, ...]], table: Any, where: str, notes: list[str]
+) -> dict[str, Any]:
+    """Return frames as columns and marks."""
+    missing = sorted(info.features.keys() - set(table.column_names))
+    if missing:
+        raise Damaged(f"{where}: there is no column {missing[0]}, which {INFO} names")
+    found = {name: images_of(pillow, table.column(name).combine_chunks(), images[name], where) for name in images}
+    plain = table.select([name for name in table.column_names if name not in images and name != "index"])
+    rows: dict[str, Any] = {}
+    for name, array in {**foreign_table(pa, plain, notes), **found}.items():
+        if name in info.features and name not in images:
+            array = _shaped(name, array, tuple(info.features[name]["shape"]), where)
+        new = _MARKS.get(name, column_of(name))
+        if new in rows:
+            raise ConfigError(f"{where}: two features would be called {new}", option="path")
+        rows[new] = array
+    return rows
+
+
+def _shaped(name: str, array: np.ndarray, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """Return numbers in the shape that the dataset tells; one number that is named as such is no list of one."""
+    if shape == (1,) and is_single(name):
+        shape = ()
+    try:
+        return array.reshape(len(array), *shape)
+    except (ValueError, AttributeError):
+        raise Damaged(f"{where}: column {name} has no {list(shape)} in a row, as {INFO} says") from None
+
+
+def images_of(pillow: Any, array: Any, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """Return images [n, *shape] out of their files; where ``shape`` begins with the channels, they come first.
+
+    Raises:
+        Damaged: a file is missing, or no image of this shape.
+    """
+    found = []
+    for row in array.to_pylist():
+        content = row.get("bytes") if isinstance(row, dict) else None
+        if not isinstance(content, bytes):
+            raise Damaged(f"{where}: an image is missing, or lies in no file of the dataset's data")
+        pixels = pixels_of(pillow, content, where)
+        if pixels.shape != shape and pixels.ndim == 3 and pixels.transpose(2, 0, 1).shape == shape:
+            pixels = pixels.transpose(2, 0, 1)
+        if pixels.shape != shape and pixels.shape != tuple(size for size in shape if size != 1):
+            raise Damaged(f"{where}: an image is {list(pixels.shape)}, where {list(shape)} is said")
+        found.append(pixels.reshape(shape))
+    return np.stack(found) if found else np.empty((0, *shape), np.uint8)

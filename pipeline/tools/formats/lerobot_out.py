@@ -1,0 +1,349 @@
+"""Writes a dataset of LeRobot, version 3.0: ``data`` and ``meta`` as LeRobot has them, and ``meta/forebay``, which it
+does not look at.
+
+Files of one number belong together. ``data/chunk-000/file-000.parquet`` has the frames, an episode in one file;
+``meta/forebay/rows-000000.parquet`` has of each frame its marks, the columns that LeRobot cannot hold, and whether its
+next observation is another one than the frame after it shows; ``meta/forebay/next-000000.parquet`` has these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.errors import ConfigError
+from pipeline.tools.formats.arrow_rows import BATCH_BYTES, carried, schema_of, table_of, value_type
+from pipeline.tools.formats.folder import OutFolder
+from pipeline.tools.formats.images import png_of
+from pipeline.tools.formats.lerobot_places import (
+    BESIDE,
+    DONE,
+    FRAMES,
+    IMAGE_FIRST,
+    NEXT,
+    NUMBERS,
+    Place,
+    features_of,
+    twin_of,
+)
+from pipeline.tools.formats.lerobot_stats import Moments, image_rows
+from pipeline.tools.interchange.by_row import ROW
+from pipeline.tools.interchange.columns import stored_of
+from pipeline.tools.interchange.streams import END, Rows, Transitions, joined
+
+FRAME, OF, OWN = "#frame", "#of", "#own-next"
+"""Of each row: its frame in its episode, its episode in the dataset, and whether its next observation is its own."""
+CHUNK = 1000
+_MOST_TASKS = 100_000
+_ENDED = (1, 2)
+
+
+class Writing:
+    """Writes episodes, and then what is known of all."""
+
+    def __init__(self, pa: Any, pq: Any, pillow: Any, stream: Transitions, places: list[Place], out: OutFolder) -> None:
+        self._pa, self._pq, self._pillow, self._stream, self._places, self._out = pa, pq, pillow, stream, places, out
+        self._features = features_of(stream.schema, places)
+        self._of = {place.feature: place for place in places if place.feature}
+        columns = stream.schema.columns
+        how = {place.column: place.how for place in places}
+        self._beside = stream._replace(schema=Schema(tuple(each for each in columns if how[each.name] == BESIDE)))
+        nexts = Schema(tuple(each for each in columns if how[each.name] == NEXT))
+        self._next = stream._replace(schema=nexts, marks=()) if nexts.columns else None
+        self._most = min(BATCH_BYTES, out.part_bytes)
+        self._held: list[Rows] = []
+        self._held_bytes = self._frames = 0
+        self._lengths: list[int] = []
+        self._file_of: list[int] = []
+        self._tasks: list[np.ndarray] = []
+        self._files: list[_File] = []
+        self._closed = 0
+        self._moments = {name: Moments() for name in self._features}
+
+    def add(self, rows: Rows) -> None:
+        """Take in an episode."""
+        count = len(rows)
+        marks = {FRAME: np.arange(count), OF: np.full(count, len(self._lengths))}
+        if self._next is not None:
+            marks[OWN] = self._own(rows, self._next.schema.columns)
+        self._held.append(Rows(rows.columns, {**rows.marks, **marks}))
+        self._held_bytes += rows.nbytes
+        self._lengths.append(count)
+        self._file_of.append(self._closed)
+        self._tasks.append(self._task(rows))
+        if self._held_bytes >= self._most:
+            self._flush()
+
+    def finish(self) -> None:
+        """Write what is held, and the metadata."""
+        self._flush()
+        self._close()
+        tasks = int(max((each.max() for each in self._tasks), default=0)) + 1
+        texts = [self._text(number) for number in range(tasks)]
+        self._write_tasks(texts)
+        self._write_episodes(texts)
+        stats = {name: self._told(name, moments) for name, moments in self._moments.items() if moments.count}
+        self._write_json("stats", stats)
+        episodes = len(self._lengths)
+        info = {
+            "codebase_version": "v3.0",
+            "robot_type": None,
+            "total_episodes": episodes,
+            "total_frames": self._frames,
+            "total_tasks": tasks,
+            "chunks_size": CHUNK,
+            "data_files_size_in_mb": max(1, self._out.part_bytes >> 20),
+            "video_files_size_in_mb": 200,
+            "fps": self._out.fps,
+            "splits": {"train": f"0:{episodes}"},
+            "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+            "video_path": None,
+            "features": self._features,
+        }
+        self._write_json("info", info)
+
+    @staticmethod
+    def _own(rows: Rows, columns: Sequence[Column]) -> np.ndarray:
+        """Return of which rows of an episode the next observation is not that of the row after it."""
+        own = np.zeros(len(rows), bool)
+        for column in columns:
+            if column.nbytes and len(rows) > 1:
+                here = _bytes(rows.columns[column.name][:-1])
+                own[:-1] |= (here != _bytes(rows.columns[twin_of(column.name)][1:])).any(axis=1)
+        own[-1] = True
+        return own
+
+    def _task(self, rows: Rows) -> np.ndarray:
+        if "task_index" not in self._of:
+            return np.zeros(1, np.int64)
+        tasks = np.unique(rows.columns["task_index"])
+        if tasks[0] < 0 or tasks[-1] >= _MOST_TASKS:
+            raise ConfigError(
+                f"lerobot: the column task_index has {tasks[0]} to {tasks[-1]}, where a task is from 0 to "
+                f"{_MOST_TASKS - 1}; it is the number of a text in LeRobot: leave the column out, or number tasks anew",
+                option="to",
+            )
+        return tasks
+
+    def _text(self, number: int) -> str:
+        return f"task {number}" if "task_index" in self._of else "forebay"
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        rows = joined(self._held)
+        self._held, self._held_bytes = [], 0
+        if self._closed == len(self._files):
+            self._files.append(_File(self, self._closed))
+        step = max(1, self._most * len(rows) // max(1, rows.nbytes))
+        for begin in range(0, len(rows), step):
+            part = rows.part(slice(begin, begin + step))
+            self._files[-1].write(self._data(part), self._rows(part), self._nexts(part))
+            self._out.progress(part.nbytes)
+        if self._files[-1].size >= self._out.part_bytes:
+            self._close()
+
+    def _close(self) -> None:
+        if self._closed < len(self._files):
+            self._files[-1].close()
+            self._closed += 1
+
+    def _data(self, rows: Rows) -> Any:
+        arrays, pa = {}, self._pa
+        for name, values in self._frame(rows).items():
+            arrays[name] = pa.array(values)
+            self._moments[name].add(values)
+        for name, place in self._of.items():
+            column = self._stream.schema.column(place.column)
+            arrays[name] = self._feature(name, place, column, rows.columns[place.column])
+        schema = data_schema(pa, self._features)
+        self._frames += len(rows)
+        return pa.Table.from_arrays([arrays[field.name] for field in schema], schema=schema)
+
+    def _frame(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return the features that are no columns."""
+        count = len(rows)
+        made = {
+            "timestamp": (rows.marks[FRAME] / self._out.fps).astype(np.float32),
+            "frame_index": rows.marks[FRAME],
+            "episode_index": rows.marks[OF],
+            "index": np.arange(self._frames, self._frames + count),
+            "task_index": np.zeros(count, np.int64),
+            DONE: np.isin(rows.marks[END], _ENDED),
+        }
+        return {name: values for name, values in made.items() if name not in self._of}
+
+    def _feature(self, name: str, place: Place, column: Column, array: np.ndarray) -> Any:
+        if place.how != NUMBERS:
+            images = array.transpose(0, 2, 3, 1) if place.how == IMAGE_FIRST else array
+            self._moments[name].add(image_rows(images))
+            files = self._pa.array([png_of(self._pillow, image) for image in images], self._pa.binary())
+            paths = self._pa.nulls(len(images), self._pa.string())
+            return self._pa.StructArray.from_arrays([files, paths], names=["bytes", "path"])
+        values = carried(stored_of(column.dtype), array)
+        self._moments[name].add(values.reshape(len(array), *(column.shape or (1,))))
+        return nested_lists(self._pa, self._pa.array(values), len(array), tuple(self._features[name]["shape"]))
+
+    def _told(self, name: str, moments: Moments) -> dict[str, Any]:
+        feature = self._features[name]
+        shape = (3, 1, 1) if feature["dtype"] == "image" else tuple(feature["shape"])
+        return moments.told(shape, self._frames)
+
+    def _rows(self, rows: Rows) -> Any:
+        schema = schema_of(self._pa, self._beside)
+        table = table_of(self._pa, schema, self._beside, rows)
+        for name in (ROW, OWN):
+            if name in rows.marks:
+                table = table.append_column(name, self._pa.array(rows.marks[name]))
+        return table
+
+    def _nexts(self, rows: Rows) -> Any:
+        if self._next is None:
+            return None
+        return table_of(self._pa, schema_of(self._pa, self._next), self._next, rows.part(rows.marks[OWN]))
+
+    def _write_tasks(self, texts: list[str]) -> None:
+        index = self._pa.array(texts, self._pa.string())
+        table = self._pa.table({"task_index": np.arange(len(texts)), "__index_level_0__": index})
+        # What pandas writes for a table that is indexed by text, which is how LeRobot reads this one.
+        column = {"numpy_type": "int64", "metadata": None, "name": "task_index", "field_name": "task_index"}
+        named = {"numpy_type": "object", "metadata": None, "name": None, "field_name": "__index_level_0__"}
+        said = {
+            "index_columns": ["__index_level_0__"],
+            "column_indexes": [],
+            "columns": [{**column, "pandas_type": "int64"}, {**named, "pandas_type": "unicode"}],
+            "pandas_version": "2.0.0",
+        }
+        self._write_table("meta/tasks.parquet", table.replace_schema_metadata({"pandas": json.dumps(said)}))
+
+    def _write_episodes(self, texts: list[str]) -> None:
+        pa, lengths = self._pa, np.array(self._lengths, np.int64)
+        file_of, stop = np.array(self._file_of, np.int64), np.cumsum(lengths)
+        zeros = np.zeros(len(lengths), np.int64)
+        tasks = [[texts[number] for number in each.tolist()] for each in self._tasks]
+        columns = {
+            "episode_index": np.arange(len(lengths)),
+            "tasks": pa.array(tasks, pa.list_(pa.string())),
+            "length": lengths,
+            "data/chunk_index": file_of // CHUNK,
+            "data/file_index": file_of % CHUNK,
+            "dataset_from_index": stop - lengths,
+            "dataset_to_index": stop,
+            "meta/episodes/chunk_index": zeros,
+            "meta/episodes/file_index": zeros,
+        }
+        self._write_table("meta/episodes/chunk-000/file-000.parquet", pa.table(columns))
+
+    def _write_table(self, name: str, table: Any) -> None:
+        path = self.path(name)
+        self._pq.write_table(table, path)
+        self._out.ended(path, 0)
+
+    def _write_json(self, name: str, content: Any) -> None:
+        path = self.path(f"meta/{name}.json")
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump(content, file, indent=4)  # with NaN and Infinity, as LeRobot writes and reads them
+        self._out.ended(path, 0)
+
+    def path(self, name: str) -> str:
+        """Return the path of a file, whose folder is there then."""
+        path = os.path.join(self._out.directory, *name.split("/"))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def writer(self, path: str, schema: Any) -> Any:
+        """Return what writes tables into a file."""
+        texts = [field.name for field in schema if self._pa.types.is_string(field.type)]
+        return self._pq.ParquetWriter(path, schema, use_dictionary=texts, compression="snappy")
+
+    def ended(self, path: str, count: int) -> None:
+        """Take in a file that is whole."""
+        self._out.ended(path, count)
+
+
+class _File:
+    """The files of one number."""
+
+    def __init__(self, writing: Writing, number: int) -> None:
+        self._writing, self._count = writing, 0
+        data = f"data/chunk-{number // CHUNK:03d}/file-{number % CHUNK:03d}.parquet"
+        names = [data, *(f"meta/forebay/{name}-{number:06d}.parquet" for name in ("rows", "next"))]
+        self._paths = [writing.path(name) for name in names]
+        self._writers: list[Any] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of frames that were written."""
+        return os.path.getsize(self._paths[0])
+
+    def write(self, data: Any, *more: Any) -> None:
+        """Write tables, one for each file that there is."""
+        tables = [table for table in (data, *more) if table is not None]
+        if not self._writers:
+            self._writers = [
+                self._writing.writer(path, table.schema) for path, table in zip(self._paths, tables, strict=False)
+            ]
+        for writer, table in zip(self._writers, tables, strict=True):
+            writer.write_table(table)
+        self._count += len(data)
+
+    def close(self) -> None:
+        """Close the files."""
+        for number, (path, writer) in enumerate(zip(self._paths, self._writers, strict=False)):
+            writer.close()
+            self._writing.ended(path, 0 if number else self._count)
+
+
+def data_schema(pa: Any, features: dict[str, dict[str, Any]]) -> Any:
+    """Return the Arrow schema of frames, with what ``datasets`` wants to know of them."""
+    fields, told = [], {}
+    for name, feature in features.items():
+        dtype, shape = feature["dtype"], tuple(feature["shape"])
+        if dtype == "image":
+            kind, told[name] = pa.struct([("bytes", pa.binary()), ("path", pa.string())]), {"_type": "Image"}
+        else:
+            value = {"dtype": dtype, "_type": "Value"}
+            kind = _list_type(pa, value_type(pa, stored_of(dtype)), shape)
+            if shape == (1,):
+                told[name] = value
+            elif len(shape) == 1:
+                told[name] = {"feature": value, "length": shape[0], "_type": "Sequence"}
+            else:
+                told[name] = {"shape": list(shape), "dtype": dtype, "_type": f"Array{len(shape)}D"}
+        fields.append(pa.field(name, kind))
+    said = msgspec.json.encode({"info": {"features": told}})
+    return pa.schema(fields, metadata={"huggingface": said})
+
+
+def _list_type(pa: Any, value: Any, shape: tuple[int, ...]) -> Any:
+    if shape == (1,):
+        return value
+    if len(shape) == 1:
+        return pa.list_(value, shape[0])
+    for _ in shape:
+        value = pa.list_(value)
+    return value
+
+
+def nested_lists(pa: Any, flat: Any, count: int, shape: tuple[int, ...]) -> Any:
+    """Return ``count`` rows of a shape as Arrow has them for LeRobot, of their numbers."""
+    if shape == (1,):
+        return flat
+    if len(shape) == 1:
+        return pa.FixedSizeListArray.from_arrays(flat, shape[0])
+    sizes = [count, *shape]
+    for at in range(len(shape), 0, -1):
+        lists = int(np.prod(sizes[:at], dtype=np.int64))
+        flat = pa.ListArray.from_arrays(pa.array(np.arange(lists + 1, dtype=np.int32) * sizes[at]), flat)
+    return flat
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of rows [n, ...] as [n, bytes]."""
+    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
