@@ -45,3 +45,33 @@ def episode(number: int, length: int) -> dict[str, Any]:
 
 def _images(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, 256, (count, 4, 4, 3), np.uint8)
+
+
+LEROBOT_FEATURES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "observation.state": ("float32", (3,)),
+    "observation.images.front": ("image", (6, 4, 3)),
+    "observation.grid": ("int16", (2, 2)),
+    "action": ("float32", (2,)),
+    "next.reward": ("float64", (1,)),
+    "next.done": ("bool", (1,)),
+    "next.truncated": ("bool", (1,)),
+    "force": ("float32", (1,)),
+}
+"""The features of a dataset of LeRobot: dtype and shape."""
+LEROBOT_LENGTHS = (3, 2, 2)
+"""Frames of its episodes: the first is terminated, the second truncated, the last was left where it was."""
+
+
+def lerobot_episode(number: int) -> dict[str, np.ndarray]:
+    """Return an episode as LeRobot is given it, [frames, ...] of each feature, and ``task_index``."""
+    rng = np.random.default_rng(100 + number)
+    length = LEROBOT_LENGTHS[number]
+    found: dict[str, np.ndarray] = {}
+    for name, (dtype, shape) in LEROBOT_FEATURES.items():
+        whole = dtype in ("image", "int16")
+        values = rng.integers(0, 256, (length, *shape)) if whole else rng.standard_normal((length, *shape))
+        found[name] = values.astype("uint8" if dtype == "image" else dtype)
+    last = np.arange(length)[:, None] == length - 1
+    found["next.done"], found["next.truncated"] = last & (number < 2), last & (number == 1)
+    found["task_index"] = np.full(length, number % 2)
+    return found

@@ -12,6 +12,8 @@ import numpy as np
 from pipeline.errors import Damaged
 from pipeline.tools.formats.extras import needed
 
+_MODES = ("L", "LA", "RGB", "RGBA", "I;16", "I", "F")  # an array of which is what the image shows
+
 
 def image_module(form: str) -> Any:
     """Return ``PIL.Image``.
@@ -37,7 +39,17 @@ def pixels_of(pillow: Any, content: bytes, where: str) -> np.ndarray:
     """
     try:
         with pillow.open(io.BytesIO(content)) as image:
+            if image.mode not in _MODES:
+                raise ValueError(f"its mode is {image.mode}, and {', '.join(_MODES)} are read")
             pixels: np.ndarray = np.array(image)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
+    except (
+        pillow.DecompressionBombError,
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        struct.error,
+        zlib.error,
+    ) as error:
         raise Damaged(f"{where}: an image cannot be read ({error})") from None
     return pixels

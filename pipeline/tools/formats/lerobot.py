@@ -178,6 +178,8 @@ class _Reading:
             first, *size = column.shape
             shape = (*size, first) if place.how == IMAGE_FIRST else column.shape
             images = images_of(self._pillow, array, shape, f"{self._path}, {place.feature}")
+            if images.dtype != column.bits:
+                raise ValueError(f"{column} is {images.dtype}")
             return np.ascontiguousarray(images.transpose(0, 3, 1, 2)) if place.how == IMAGE_FIRST else images
         for _ in range(len(column.shape)):
             array = array.flatten() if hasattr(array, "flatten") and hasattr(array.type, "value_type") else array
@@ -212,4 +214,3 @@ def _numbers(array: Any) -> np.ndarray:
         raise ValueError("values are missing")
     found: np.ndarray = array.to_numpy(zero_copy_only=False)
     return found
-

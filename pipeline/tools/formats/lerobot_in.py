@@ -106,7 +106,7 @@ def _tasks(pa: Any, pq: Any, path: str) -> list[str]:
             texts = [next((str(text) for key, text in row.items() if key != "task_index"), "") for row in rows]
         elif os.path.isfile(names[1]):
             with open_plain(names[1]) as file:
-                rows = msgspec.json.decode_lines(file.read(), type=list[dict[str, Any]])
+                rows = msgspec.json.Decoder(dict[str, Any]).decode_lines(file.read())
             texts = [str(row["task"]) for row in rows]
         else:
             return []

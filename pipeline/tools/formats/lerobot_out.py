@@ -8,23 +8,22 @@ next observation is another one than the frame after it shows; ``meta/forebay/ne
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.errors import ConfigError
-from pipeline.tools.formats.arrow_rows import BATCH_BYTES, carried, schema_of, table_of, value_type
+from pipeline.tools.formats.arrow_rows import BATCH_BYTES, carried, schema_of, table_of
 from pipeline.tools.formats.folder import OutFolder
 from pipeline.tools.formats.images import png_of
+from pipeline.tools.formats.lerobot_arrow import data_schema, nested_lists
+from pipeline.tools.formats.lerobot_meta import CHUNK, Episodes, path_in, write_meta
 from pipeline.tools.formats.lerobot_places import (
     BESIDE,
     DONE,
-    FRAMES,
     IMAGE_FIRST,
     NEXT,
     NUMBERS,
@@ -39,7 +38,6 @@ from pipeline.tools.interchange.streams import END, Rows, Transitions, joined
 
 FRAME, OF, OWN = "#frame", "#of", "#own-next"
 """Of each row: its frame in its episode, its episode in the dataset, and whether its next observation is its own."""
-CHUNK = 1000
 _MOST_TASKS = 100_000
 _ENDED = (1, 2)
 
@@ -85,28 +83,16 @@ class Writing:
         self._flush()
         self._close()
         tasks = int(max((each.max() for each in self._tasks), default=0)) + 1
-        texts = [self._text(number) for number in range(tasks)]
-        self._write_tasks(texts)
-        self._write_episodes(texts)
         stats = {name: self._told(name, moments) for name, moments in self._moments.items() if moments.count}
-        self._write_json("stats", stats)
-        episodes = len(self._lengths)
-        info = {
-            "codebase_version": "v3.0",
-            "robot_type": None,
-            "total_episodes": episodes,
-            "total_frames": self._frames,
-            "total_tasks": tasks,
-            "chunks_size": CHUNK,
-            "data_files_size_in_mb": max(1, self._out.part_bytes >> 20),
-            "video_files_size_in_mb": 200,
-            "fps": self._out.fps,
-            "splits": {"train": f"0:{episodes}"},
-            "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-            "video_path": None,
-            "features": self._features,
-        }
-        self._write_json("info", info)
+        write_meta(
+            self._pa,
+            self._pq,
+            self._out,
+            features=self._features,
+            stats=stats,
+            tasks=[f"task {number}" if "task_index" in self._of else "forebay" for number in range(tasks)],
+            episodes=Episodes(self._lengths, self._file_of, self._tasks),
+        )
 
     @staticmethod
     def _own(rows: Rows, columns: Sequence[Column]) -> np.ndarray:
@@ -130,9 +116,6 @@ class Writing:
                 option="to",
             )
         return tasks
-
-    def _text(self, number: int) -> str:
-        return f"task {number}" if "task_index" in self._of else "forebay"
 
     def _flush(self) -> None:
         if not self._held:
@@ -208,54 +191,10 @@ class Writing:
             return None
         return table_of(self._pa, schema_of(self._pa, self._next), self._next, rows.part(rows.marks[OWN]))
 
-    def _write_tasks(self, texts: list[str]) -> None:
-        index = self._pa.array(texts, self._pa.string())
-        table = self._pa.table({"task_index": np.arange(len(texts)), "__index_level_0__": index})
-        # What pandas writes for a table that is indexed by text, which is how LeRobot reads this one.
-        column = {"numpy_type": "int64", "metadata": None, "name": "task_index", "field_name": "task_index"}
-        named = {"numpy_type": "object", "metadata": None, "name": None, "field_name": "__index_level_0__"}
-        said = {
-            "index_columns": ["__index_level_0__"],
-            "column_indexes": [],
-            "columns": [{**column, "pandas_type": "int64"}, {**named, "pandas_type": "unicode"}],
-            "pandas_version": "2.0.0",
-        }
-        self._write_table("meta/tasks.parquet", table.replace_schema_metadata({"pandas": json.dumps(said)}))
-
-    def _write_episodes(self, texts: list[str]) -> None:
-        pa, lengths = self._pa, np.array(self._lengths, np.int64)
-        file_of, stop = np.array(self._file_of, np.int64), np.cumsum(lengths)
-        zeros = np.zeros(len(lengths), np.int64)
-        tasks = [[texts[number] for number in each.tolist()] for each in self._tasks]
-        columns = {
-            "episode_index": np.arange(len(lengths)),
-            "tasks": pa.array(tasks, pa.list_(pa.string())),
-            "length": lengths,
-            "data/chunk_index": file_of // CHUNK,
-            "data/file_index": file_of % CHUNK,
-            "dataset_from_index": stop - lengths,
-            "dataset_to_index": stop,
-            "meta/episodes/chunk_index": zeros,
-            "meta/episodes/file_index": zeros,
-        }
-        self._write_table("meta/episodes/chunk-000/file-000.parquet", pa.table(columns))
-
-    def _write_table(self, name: str, table: Any) -> None:
-        path = self.path(name)
-        self._pq.write_table(table, path)
-        self._out.ended(path, 0)
-
-    def _write_json(self, name: str, content: Any) -> None:
-        path = self.path(f"meta/{name}.json")
-        with open(path, "x", encoding="utf-8") as file:
-            json.dump(content, file, indent=4)  # with NaN and Infinity, as LeRobot writes and reads them
-        self._out.ended(path, 0)
-
-    def path(self, name: str) -> str:
-        """Return the path of a file, whose folder is there then."""
-        path = os.path.join(self._out.directory, *name.split("/"))
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
+    @property
+    def folder(self) -> str:
+        """Where all is written."""
+        return self._out.directory
 
     def writer(self, path: str, schema: Any) -> Any:
         """Return what writes tables into a file."""
@@ -274,7 +213,7 @@ class _File:
         self._writing, self._count = writing, 0
         data = f"data/chunk-{number // CHUNK:03d}/file-{number % CHUNK:03d}.parquet"
         names = [data, *(f"meta/forebay/{name}-{number:06d}.parquet" for name in ("rows", "next"))]
-        self._paths = [writing.path(name) for name in names]
+        self._paths = [path_in(writing.folder, name) for name in names]
         self._writers: list[Any] = []
 
     @property
@@ -298,50 +237,6 @@ class _File:
         for number, (path, writer) in enumerate(zip(self._paths, self._writers, strict=False)):
             writer.close()
             self._writing.ended(path, 0 if number else self._count)
-
-
-def data_schema(pa: Any, features: dict[str, dict[str, Any]]) -> Any:
-    """Return the Arrow schema of frames, with what ``datasets`` wants to know of them."""
-    fields, told = [], {}
-    for name, feature in features.items():
-        dtype, shape = feature["dtype"], tuple(feature["shape"])
-        if dtype == "image":
-            kind, told[name] = pa.struct([("bytes", pa.binary()), ("path", pa.string())]), {"_type": "Image"}
-        else:
-            value = {"dtype": dtype, "_type": "Value"}
-            kind = _list_type(pa, value_type(pa, stored_of(dtype)), shape)
-            if shape == (1,):
-                told[name] = value
-            elif len(shape) == 1:
-                told[name] = {"feature": value, "length": shape[0], "_type": "Sequence"}
-            else:
-                told[name] = {"shape": list(shape), "dtype": dtype, "_type": f"Array{len(shape)}D"}
-        fields.append(pa.field(name, kind))
-    said = msgspec.json.encode({"info": {"features": told}})
-    return pa.schema(fields, metadata={"huggingface": said})
-
-
-def _list_type(pa: Any, value: Any, shape: tuple[int, ...]) -> Any:
-    if shape == (1,):
-        return value
-    if len(shape) == 1:
-        return pa.list_(value, shape[0])
-    for _ in shape:
-        value = pa.list_(value)
-    return value
-
-
-def nested_lists(pa: Any, flat: Any, count: int, shape: tuple[int, ...]) -> Any:
-    """Return ``count`` rows of a shape as Arrow has them for LeRobot, of their numbers."""
-    if shape == (1,):
-        return flat
-    if len(shape) == 1:
-        return pa.FixedSizeListArray.from_arrays(flat, shape[0])
-    sizes = [count, *shape]
-    for at in range(len(shape), 0, -1):
-        lists = int(np.prod(sizes[:at], dtype=np.int64))
-        flat = pa.ListArray.from_arrays(pa.array(np.arange(lists + 1, dtype=np.int32) * sizes[at]), flat)
-    return flat
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Where the columns of transitions go in a dataset of LeRobot, and what its features are called here.
 
 ``obs.NAME`` is ``observation.NAME``, ``obs`` is ``observation.state``, or ``observation.image`` if it is one;
-``reward``, ``terminated``, ``truncated``, ``done`` and ``success`` have ``next.`` before them; ``action`` and all others
-keep their names. An image is uint8 [height, width, 3] or [3, height, width].
+``reward``, ``terminated``, ``truncated``, ``done`` and ``success`` have ``next.`` before them; ``action`` and all
+others keep their names. An image is uint8 [height, width, 3] or [3, height, width].
 """
 
 from __future__ import annotations

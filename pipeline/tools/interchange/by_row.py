@@ -39,7 +39,9 @@ def in_order(batches: Iterator[Rows], count: int, where: str) -> Iterator[Rows]:
     for rows in batches:
         numbers = rows.marks[ROW]
         if len(rows) and (numbers.min() < 0 or numbers.max() >= count or seen[numbers].any()):
-            raise Damaged(f"{where}: rows are numbered from 0 to {count - 1}, and a number is out of that or there twice")
+            raise Damaged(
+                f"{where}: rows are numbered from 0 to {count - 1}, and a number is out of that or there twice"
+            )
         seen[numbers] = True
         held.append(rows)
         have += len(rows)

@@ -1,5 +1,5 @@
-"""Opens a dataset with LeRobot itself, and writes what it gives into a file of numpy: run it where LeRobot is installed,
-``python read_lerobot.py FOLDER OUT.npz``. It needs nothing of this project."""
+"""Opens a dataset with LeRobot itself, and writes what it gives into a file of numpy: run it where LeRobot is
+installed, ``python read_lerobot.py FOLDER OUT.npz``. It needs nothing of this project."""
 
 from __future__ import annotations
 
