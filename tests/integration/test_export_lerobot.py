@@ -288,3 +288,9 @@ def test_a_changed_export_is_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(Damaged, match="is missing"):
         import_data(tmp_path / "out", tmp_path / "new")
+
+
+def test_a_choice_of_no_rows(tmp_path: Path) -> None:
+    run = camera_run(tmp_path / "run")
+    assert export(run, tmp_path / "out", to="lerobot", where=["reward>100"]).count == 0
+    assert import_data(tmp_path / "out", tmp_path / "new").count == 0
