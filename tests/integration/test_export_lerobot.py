@@ -253,13 +253,17 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
             import_data(changed(tmp_path / "data", **fields), tmp_path / "new")
         assert not (tmp_path / "new").exists()
     table = pq.read_table(next((changed(tmp_path / "data") / "data").glob("*/*.parquet")))
-    broken = pa.array([{"bytes": b"\x89PNG", "path": None}] * 7)
+    images: list[tuple[Any, str]] = [
+        (pa.array([{"bytes": b"\x89PNG", "path": None}] * 7), "an image cannot be read"),
+        (pa.array([{"bytes": None, "path": "there.png"}] * 7), "an image is missing"),
+        (pa.array([[1.0]] * 7), "an image is missing"),
+    ]
     at = table.column_names.index("observation.images.front")
-    pq.write_table(
-        table.set_column(at, "observation.images.front", broken), tmp_path / "data/data/chunk-000/file-000.parquet"
-    )
-    with pytest.raises(Damaged, match="an image cannot be read"):
-        import_data(tmp_path / "data", tmp_path / "new")
+    for broken, match in images:
+        file = tmp_path / "data" / "data" / "chunk-000" / "file-000.parquet"
+        pq.write_table(table.set_column(at, "observation.images.front", broken), file)
+        with pytest.raises(Damaged, match=match):
+            import_data(tmp_path / "data", tmp_path / "new")
 
 
 def test_what_lerobot_cannot_hold_is_told_before_anything_is_written(tmp_path: Path) -> None:

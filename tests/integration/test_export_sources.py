@@ -44,8 +44,11 @@ def rows_of(run: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("to", ["jsonl", "safetensors"])
+@pytest.mark.parametrize("to", ["jsonl", "safetensors", "lerobot"])
 def test_all_shards_become_one_buffer_with_their_priorities(tmp_path: Path, to: str) -> None:
+    if to == "lerobot":
+        pytest.importorskip("pyarrow")
+
     def train(ranks: Ranks) -> None:
         with ReplayBuffer(40, select=Prioritized(), directory=tmp_path / "run", seed=3, ranks=ranks) as buffer:
             buffer.resume()
@@ -73,8 +76,11 @@ def test_all_shards_become_one_buffer_with_their_priorities(tmp_path: Path, to: 
         assert buffer.statistics().episodes == number
 
 
+@pytest.mark.parametrize("to", ["safetensors", "lerobot"])
 @pytest.mark.parametrize("remove", ["lifo", Remove(by="min", field="reward")], ids=["lifo", "min"])
-def test_rows_that_lie_in_any_order_come_with_their_own_keys(tmp_path: Path, remove: Any) -> None:
+def test_rows_that_lie_in_any_order_come_with_their_own_keys(tmp_path: Path, remove: Any, to: str) -> None:
+    if to == "lerobot":
+        pytest.importorskip("pyarrow")
     with ReplayBuffer(30, directory=tmp_path / "run", seed=1, remove=remove) as buffer:
         buffer.resume()
         rng = np.random.default_rng(0)
@@ -86,7 +92,7 @@ def test_rows_that_lie_in_any_order_come_with_their_own_keys(tmp_path: Path, rem
         there = {int(key): int(buffer.ring.storage.view("obs")[buffer.ring.slots(key)]) for key in keys}
     found = rows_of(tmp_path / "run")
     assert dict(zip(found["#key"].tolist(), found["obs"].tolist(), strict=True)) == there
-    export(tmp_path / "run", tmp_path / "out", to="safetensors")
+    export(tmp_path / "run", tmp_path / "out", to=to)
     import_data(tmp_path / "out", tmp_path / "new")
     after = rows_of(tmp_path / "new")
     assert np.array_equal(after["obs"], found["obs"])

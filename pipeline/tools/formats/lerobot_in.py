@@ -68,7 +68,7 @@ def _info(path: str) -> _Info:
         with open_plain(where) as file:
             info = msgspec.json.decode(file.read(), type=_Info)
         kinds = {name: str(feature["dtype"]) for name, feature in info.features.items()}
-        if any(min(feature["shape"]) < 0 for feature in info.features.values()):
+        if any(size < 0 for feature in info.features.values() for size in feature["shape"]):
             raise ValueError("a shape is negative")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no {INFO} in it, so it is no dataset of LeRobot", option="path") from None
@@ -93,7 +93,7 @@ def _info(path: str) -> _Info:
 def _frames(pa: Any, pq: Any, path: str) -> int:
     try:
         return int(pq.read_metadata(path).num_rows)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise Damaged(f"{path}: cannot be read as Parquet ({error})") from error
 
 
@@ -155,8 +155,9 @@ def images_of(pillow: Any, array: Any, shape: tuple[int, ...], where: str) -> np
         Damaged: a file is missing, or no image of this shape.
     """
     found = []
-    for row in array.to_pylist():
-        content = row.get("bytes") if isinstance(row, dict) else None
+    plain = getattr(array, "storage", array)
+    at = plain.type.get_field_index("bytes") if hasattr(plain.type, "get_field_index") else -1
+    for content in [None] if at < 0 else plain.flatten()[at].to_pylist():
         if not isinstance(content, bytes):
             raise Damaged(f"{where}: an image is missing, or lies in no file of the dataset's data")
         pixels = pixels_of(pillow, content, where)

@@ -105,5 +105,5 @@ def tables_of(pa: Any, pq: Any, path: str) -> Iterator[tuple[Any, str]]:
                 for batch in file.iter_batches(batch_size=most, row_groups=[group]):
                     yield pa.Table.from_batches([batch]), f"{path}, row group {group}, row {begun}"
                     begun += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # of names that are no text, a ValueError
         raise Damaged(f"{path}: cannot be read as Parquet ({error})") from error
