@@ -121,7 +121,9 @@ def opened_by_lerobot(folder: Path, out: Path) -> tuple[dict[str, np.ndarray], A
     """Return what LeRobot gives of a dataset, and what it tells of it."""
     script = PEERS / "read_lerobot.py"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(out.parent / "home"), "PYTHONPATH": ""}
-    subprocess.run([PYTHON, str(script), str(folder), str(out)], check=True, env=env, capture_output=True, timeout=110)
+    command = [PYTHON, str(script), str(folder), str(out)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as found:
         arrays = {name: found[name] for name in found.files}
     return arrays, json.loads(str(arrays.pop("told")))
@@ -161,6 +163,8 @@ def test_lerobot_opens_what_was_written(tmp_path: Path) -> None:
         assert np.allclose(np.ravel(told["stats"][f"observation.{name}"]["mean"]), images.mean(axis=(0, 2, 3)) / 255)
     assert np.allclose(told["stats"]["action"]["std"], rows.columns["action"].std(axis=0))
     assert told["stats"]["action"]["count"] == [20]
+    depth = rows.columns["obs.depth"].reshape(-1, 5)
+    assert np.allclose(told["stats"]["observation.depth"]["mean"], depth.mean(axis=0))
     assert "counts" not in told["features"]
     actions, last = rows.columns["action"], np.r_[begins[1:], 20] - 1
     after = np.where(np.isin(np.arange(20), last), np.arange(20), np.arange(20) + 1)

@@ -170,12 +170,14 @@ class Writing:
             paths = self._pa.nulls(len(images), self._pa.string())
             return self._pa.StructArray.from_arrays([files, paths], names=["bytes", "path"])
         values = carried(stored_of(column.dtype), array)
-        self._moments[name].add(values.reshape(len(array), *(column.shape or (1,))))
-        return nested_lists(self._pa, self._pa.array(values), len(array), tuple(self._features[name]["shape"]))
+        shape = tuple(self._features[name]["shape"])
+        self._moments[name].add(values.reshape(-1, shape[-1]))
+        return nested_lists(self._pa, self._pa.array(values), len(array), shape)
 
     def _told(self, name: str, moments: Moments) -> dict[str, Any]:
         feature = self._features[name]
-        shape = (3, 1, 1) if feature["dtype"] == "image" else tuple(feature["shape"])
+        # In LeRobot, those of a feature of several dimensions are of its last one.
+        shape = (3, 1, 1) if feature["dtype"] == "image" else (feature["shape"][-1],)
         return moments.told(shape, self._frames)
 
     def _rows(self, rows: Rows) -> Any:
