@@ -165,6 +165,7 @@ def test_lerobot_opens_what_was_written(tmp_path: Path) -> None:
     assert told["stats"]["action"]["count"] == [20]
     depth = rows.columns["obs.depth"].reshape(-1, 5)
     assert np.allclose(told["stats"]["observation.depth"]["mean"], depth.mean(axis=0))
+    assert told["after one more"] == [22, len(begins) + 1, len(begins)]
     assert "counts" not in told["features"]
     actions, last = rows.columns["action"], np.r_[begins[1:], 20] - 1
     after = np.where(np.isin(np.arange(20), last), np.arange(20), np.arange(20) + 1)
@@ -204,6 +205,29 @@ def test_a_dataset_that_lerobot_wrote(tmp_path: Path, name: str) -> None:
         assert part.marks["#place"].tolist() == list(range(length))
         assert set(part.marks["#episode"].tolist()) == {number}
         begin += length
+
+
+def test_an_export_without_its_description_is_read_as_anybodys(tmp_path: Path) -> None:
+    run = camera_run(tmp_path / "run")
+    export(run, tmp_path / "out", to="lerobot", part_bytes=8000)
+    (tmp_path / "out" / "forebay.json").unlink()
+    assert import_data(tmp_path / "out", tmp_path / "new").count == 20
+    before, after = rows_in(run), rows_in(tmp_path / "new")
+    same = (
+        "obs.state",
+        "obs.front",
+        "obs.wrist",
+        "obs.depth",
+        "action",
+        "reward",
+        "terminated",
+        "truncated",
+        "success",
+    )
+    for name in same:
+        assert after.columns[name].dtype == before.columns[name].dtype, name
+        assert np.array_equal(after.columns[name], before.columns[name]), name
+    assert after.marks["#end"].tolist() == [*before.marks["#end"][:-1].tolist(), 3]
 
 
 def test_a_dataset_goes_through_a_run_and_is_what_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.errors import Damaged
 from pipeline.tools.formats.lerobot_places import column_of, features_of, places_of
-from pipeline.tools.formats.lerobot_stats import Moments
+from pipeline.tools.formats.lerobot_stats import QUANTILES, Totals, image_stats_of, stats_of
 from pipeline.tools.interchange.by_row import ROW, in_order
 from pipeline.tools.interchange.streams import Rows
 
@@ -80,23 +80,35 @@ def test_features_of_others_have_names_here(feature: str, column: str) -> None:
     assert column_of(feature) == column
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
-def test_moments_of_batches_are_those_of_all(shape: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(1)
-    values = rng.standard_normal((50, *shape)) * 1e3 + 1e6
-    moments = Moments()
+def test_statistics_of_episodes_are_those_of_numpy_and_join_to_those_of_all() -> None:
+    values = np.random.default_rng(1).standard_normal((50, 3)) * 1e3 + 1e6
+    totals = Totals()
     for begin, stop in ((0, 1), (1, 30), (30, 50)):
-        moments.add(values[begin:stop])
-    told = moments.told(shape or (1,), 50)
-    for name, expected in (
-        ("mean", values.mean(0)),
-        ("std", values.std(0)),
-        ("min", values.min(0)),
-        ("max", values.max(0)),
-    ):
-        assert np.allclose(told[name], expected, rtol=1e-9), name
-        assert np.shape(told[name]) == (shape or (1,))
+        stats = stats_of(values[begin:stop])
+        for name, part in QUANTILES.items():
+            assert np.allclose(stats[name], np.quantile(values[begin:stop], part, axis=0), rtol=1e-12), name
+        totals.add(stats, stop - begin)
+    told = totals.told((3,))
+    expected = {"mean": values.mean(0), "std": values.std(0), "min": values.min(0), "max": values.max(0)}
+    for name, each in expected.items():
+        assert np.allclose(told[name], each, rtol=1e-9), name
     assert told["count"] == [50]
+    assert Totals().told((3,)) == {}
+
+
+def test_statistics_of_images_are_by_channel_and_from_0_to_1() -> None:
+    images = np.random.default_rng(2).integers(3, 250, (4, 6, 5, 3), np.uint8)
+    stats = image_stats_of(images)
+    pixels = images.reshape(-1, 3) / 255
+    for name, each in {
+        "mean": pixels.mean(0),
+        "std": pixels.std(0),
+        "min": pixels.min(0),
+        "max": pixels.max(0),
+    }.items():
+        assert np.allclose(stats[name], each), name
+    for name, part in QUANTILES.items():
+        assert np.allclose(stats[name], np.quantile(pixels, part, axis=0, method="inverted_cdf")), name
 
 
 def numbered(*parts: list[int]) -> Iterator[Rows]:

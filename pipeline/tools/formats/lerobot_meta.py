@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.tools.formats.folder import OutFolder
+from pipeline.tools.formats.lerobot_stats import QUANTILES, Stats, Totals
 
 CHUNK = 1000
 """Files in a folder."""
+_KINDS = ("min", "max", "mean", "std")
 
 
-class Episodes(NamedTuple):
-    """The episodes in their order."""
+class Episode(NamedTuple):
+    """An episode."""
 
-    lengths: list[int]
-    file_of: list[int]
+    length: int
+    file: int
     """The number of the file that has it."""
-    tasks: list[np.ndarray]
+    tasks: np.ndarray
     """The numbers of the tasks of its frames."""
+    stats: dict[str, Stats]
+    """By feature."""
 
 
 def path_in(folder: str, name: str) -> str:
@@ -37,11 +42,11 @@ def write_meta(
     out: OutFolder,
     *,
     features: dict[str, dict[str, Any]],
-    stats: dict[str, Any],
+    totals: dict[str, Totals],
     tasks: list[str],
-    episodes: Episodes,
+    episodes: EpisodesFile,
 ) -> None:
-    """Write the files; ``tasks`` are texts, and a task's number is its place among them."""
+    """Write the files, and take in ``episodes``, which is closed; a task's number is the place of its text."""
 
     def write_table(name: str, table: Any) -> None:
         path = path_in(out.directory, name)
@@ -55,20 +60,20 @@ def write_meta(
         out.ended(path, 0)
 
     write_table("meta/tasks.parquet", _tasks(pa, tasks))
-    write_table("meta/episodes/chunk-000/file-000.parquet", _episodes(pa, episodes, tasks))
-    write_json("meta/stats.json", stats)
-    count = len(episodes.lengths)
+    out.ended(episodes.path, 0)
+    stats = {name: total.told(stats_shape(features[name])) for name, total in totals.items()}
+    write_json("meta/stats.json", {name: told for name, told in stats.items() if told})
     info = {
         "codebase_version": "v3.0",
         "robot_type": None,
-        "total_episodes": count,
-        "total_frames": sum(episodes.lengths),
+        "total_episodes": episodes.count,
+        "total_frames": episodes.frames,
         "total_tasks": len(tasks),
         "chunks_size": CHUNK,
         "data_files_size_in_mb": max(1, out.part_bytes >> 20),
         "video_files_size_in_mb": 200,
         "fps": out.fps,
-        "splits": {"train": f"0:{count}"},
+        "splits": {"train": f"0:{episodes.count}"},
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": None,
         "features": features,
@@ -91,19 +96,59 @@ def _tasks(pa: Any, tasks: list[str]) -> Any:
     return table.replace_schema_metadata({"pandas": json.dumps(said)})
 
 
-def _episodes(pa: Any, episodes: Episodes, tasks: list[str]) -> Any:
-    lengths, file_of = np.array(episodes.lengths, np.int64), np.array(episodes.file_of, np.int64)
-    stop, zeros = np.cumsum(lengths), np.zeros(len(lengths), np.int64)
-    texts = [[tasks[number] for number in each.tolist()] for each in episodes.tasks]
-    columns = {
-        "episode_index": np.arange(len(lengths)),
-        "tasks": pa.array(texts, pa.list_(pa.string())),
-        "length": lengths,
-        "data/chunk_index": file_of // CHUNK,
-        "data/file_index": file_of % CHUNK,
-        "dataset_from_index": stop - lengths,
-        "dataset_to_index": stop,
-        "meta/episodes/chunk_index": zeros,
-        "meta/episodes/file_index": zeros,
-    }
-    return pa.table(columns)
+class EpisodesFile:
+    """Writes ``meta/episodes``, some episodes at a time."""
+
+    NAME = "meta/episodes/chunk-000/file-000.parquet"
+
+    def __init__(self, pa: Any, pq: Any, directory: str, features: dict[str, dict[str, Any]]) -> None:
+        self._pa, self._pq, self._features = pa, pq, features
+        self.path = path_in(directory, self.NAME)
+        self._writer: Any = None
+        self.count = self.frames = 0
+
+    def write(self, episodes: list[Episode], text: Callable[[int], str]) -> None:
+        """Write the next ones; ``text`` gives that of a task."""
+        pa = self._pa
+        lengths = np.array([each.length for each in episodes], np.int64)
+        file_of, zeros = np.array([each.file for each in episodes], np.int64), np.zeros(len(episodes), np.int64)
+        stop = self.frames + np.cumsum(lengths)
+        columns: dict[str, Any] = {
+            "episode_index": np.arange(self.count, self.count + len(episodes)),
+            "tasks": pa.array([[text(at) for at in each.tasks.tolist()] for each in episodes], pa.list_(pa.string())),
+            "length": lengths,
+            "data/chunk_index": file_of // CHUNK,
+            "data/file_index": file_of % CHUNK,
+            "dataset_from_index": stop - lengths,
+            "dataset_to_index": stop,
+        }
+        for name, feature in self._features.items():
+            shape = stats_shape(feature)
+            for kind in (*_KINDS, *QUANTILES):
+                values = [each.stats[name][kind].reshape(shape).tolist() for each in episodes]
+                columns[f"stats/{name}/{kind}"] = pa.array(values, self._type(kind, feature))
+            columns[f"stats/{name}/count"] = pa.array([[length] for length in lengths.tolist()], pa.list_(pa.int64()))
+        table = pa.table({**columns, "meta/episodes/chunk_index": zeros, "meta/episodes/file_index": zeros})
+        if self._writer is None:
+            self._writer = self._pq.ParquetWriter(self.path, table.schema)
+        self._writer.write_table(table)
+        self.count, self.frames = self.count + len(episodes), self.frames + int(lengths.sum())
+
+    def _type(self, kind: str, feature: dict[str, Any]) -> Any:
+        """Return the type that LeRobot gives a statistic: it reads these files together with those that it adds."""
+        pa, dtype = self._pa, feature["dtype"]
+        if dtype == "image":
+            return pa.list_(pa.list_(pa.list_(pa.float64())))
+        whole = pa.bool_() if dtype == "bool" else pa.int64() if "int" in dtype else pa.float64()
+        return pa.list_(whole if kind in ("min", "max") else pa.float64())
+
+    def close(self) -> None:
+        """Close the file; one of no episodes is written if there were none."""
+        if self._writer is None:
+            self.write([], str)
+        self._writer.close()
+
+
+def stats_shape(feature: dict[str, Any]) -> tuple[int, ...]:
+    """Return the shape in which LeRobot has the statistics of a feature."""
+    return (3, 1, 1) if feature["dtype"] == "image" else (feature["shape"][-1],)

@@ -20,7 +20,7 @@ from pipeline.tools.formats.arrow_rows import BATCH_BYTES, carried, schema_of, t
 from pipeline.tools.formats.folder import OutFolder
 from pipeline.tools.formats.images import png_of
 from pipeline.tools.formats.lerobot_arrow import data_schema, nested_lists
-from pipeline.tools.formats.lerobot_meta import CHUNK, Episodes, path_in, write_meta
+from pipeline.tools.formats.lerobot_meta import CHUNK, Episode, EpisodesFile, path_in, write_meta
 from pipeline.tools.formats.lerobot_places import (
     BESIDE,
     DONE,
@@ -31,13 +31,14 @@ from pipeline.tools.formats.lerobot_places import (
     features_of,
     twin_of,
 )
-from pipeline.tools.formats.lerobot_stats import Moments, image_rows
+from pipeline.tools.formats.lerobot_stats import Stats, Totals, image_stats_of, stats_of
 from pipeline.tools.interchange.by_row import ROW
 from pipeline.tools.interchange.columns import stored_of
 from pipeline.tools.interchange.streams import END, Rows, Transitions, joined
 
-FRAME, OF, OWN = "#frame", "#of", "#own-next"
-"""Of each row: its frame in its episode, its episode in the dataset, and whether its next observation is its own."""
+FRAME, OF, INDEX, OWN = "#frame", "#of", "#index", "#own-next"
+"""Of each row: its frame in its episode, its episode in the dataset, its frame in that, and whether its next
+observation is its own."""
 _MOST_TASKS = 100_000
 _ENDED = (1, 2)
 
@@ -56,25 +57,27 @@ class Writing:
         self._next = stream._replace(schema=nexts, marks=()) if nexts.columns else None
         self._most = min(BATCH_BYTES, out.part_bytes)
         self._held: list[Rows] = []
-        self._held_bytes = self._frames = 0
-        self._lengths: list[int] = []
-        self._file_of: list[int] = []
-        self._tasks: list[np.ndarray] = []
+        self._held_bytes = self._frames = self._tasks = 0
+        self._waiting: list[Episode] = []
+        self._episodes = EpisodesFile(pa, pq, out.directory, self._features)
         self._files: list[_File] = []
         self._closed = 0
-        self._moments = {name: Moments() for name in self._features}
+        self._totals = {name: Totals() for name in self._features}
 
     def add(self, rows: Rows) -> None:
         """Take in an episode."""
         count = len(rows)
-        marks = {FRAME: np.arange(count), OF: np.full(count, len(self._lengths))}
+        number = self._episodes.count + len(self._waiting)
+        marks = {FRAME: np.arange(count), OF: np.full(count, number), INDEX: np.arange(count) + self._frames}
         if self._next is not None:
             marks[OWN] = self._own(rows, self._next.schema.columns)
-        self._held.append(Rows(rows.columns, {**rows.marks, **marks}))
+        rows = Rows(rows.columns, {**rows.marks, **marks})
+        self._held.append(rows)
         self._held_bytes += rows.nbytes
-        self._lengths.append(count)
-        self._file_of.append(self._closed)
-        self._tasks.append(self._task(rows))
+        self._frames += count
+        tasks = self._task(rows)
+        self._tasks = max(self._tasks, int(tasks[-1]) + 1)
+        self._waiting.append(Episode(count, self._closed, tasks, self._stats(rows)))
         if self._held_bytes >= self._most:
             self._flush()
 
@@ -82,16 +85,15 @@ class Writing:
         """Write what is held, and the metadata."""
         self._flush()
         self._close()
-        tasks = int(max((each.max() for each in self._tasks), default=0)) + 1
-        stats = {name: self._told(name, moments) for name, moments in self._moments.items() if moments.count}
+        self._episodes.close()
         write_meta(
             self._pa,
             self._pq,
             self._out,
             features=self._features,
-            stats=stats,
-            tasks=[f"task {number}" if "task_index" in self._of else "forebay" for number in range(tasks)],
-            episodes=Episodes(self._lengths, self._file_of, self._tasks),
+            totals=self._totals,
+            tasks=[self._text(number) for number in range(max(1, self._tasks))],
+            episodes=self._episodes,
         )
 
     @staticmethod
@@ -117,9 +119,29 @@ class Writing:
             )
         return tasks
 
+    def _text(self, task: int) -> str:
+        return f"task {task}" if "task_index" in self._of else "forebay"
+
+    def _stats(self, rows: Rows) -> dict[str, Stats]:
+        """Return the statistics of an episode, and add them to those of all."""
+        found = {name: stats_of(values[:, None]) for name, values in self._frame(rows).items()}
+        for name, place in self._of.items():
+            array = rows.columns[place.column]
+            if place.how != NUMBERS:
+                found[name] = image_stats_of(_channels_last(place, array))
+            else:
+                column = self._stream.schema.column(place.column)
+                values = carried(stored_of(column.dtype), array)
+                found[name] = stats_of(values.reshape(-1, self._features[name]["shape"][-1]))
+        for name, stats in found.items():
+            self._totals[name].add(stats, len(rows))
+        return found
+
     def _flush(self) -> None:
         if not self._held:
             return
+        self._episodes.write(self._waiting, self._text)
+        self._waiting = []
         rows = joined(self._held)
         self._held, self._held_bytes = [], 0
         if self._closed == len(self._files):
@@ -141,44 +163,31 @@ class Writing:
         arrays, pa = {}, self._pa
         for name, values in self._frame(rows).items():
             arrays[name] = pa.array(values)
-            self._moments[name].add(values)
         for name, place in self._of.items():
             column = self._stream.schema.column(place.column)
             arrays[name] = self._feature(name, place, column, rows.columns[place.column])
         schema = data_schema(pa, self._features)
-        self._frames += len(rows)
         return pa.Table.from_arrays([arrays[field.name] for field in schema], schema=schema)
 
     def _frame(self, rows: Rows) -> dict[str, np.ndarray]:
         """Return the features that are no columns."""
-        count = len(rows)
         made = {
             "timestamp": (rows.marks[FRAME] / self._out.fps).astype(np.float32),
             "frame_index": rows.marks[FRAME],
             "episode_index": rows.marks[OF],
-            "index": np.arange(self._frames, self._frames + count),
-            "task_index": np.zeros(count, np.int64),
+            "index": rows.marks[INDEX],
+            "task_index": np.zeros(len(rows), np.int64),
             DONE: np.isin(rows.marks[END], _ENDED),
         }
         return {name: values for name, values in made.items() if name not in self._of}
 
     def _feature(self, name: str, place: Place, column: Column, array: np.ndarray) -> Any:
         if place.how != NUMBERS:
-            images = array.transpose(0, 2, 3, 1) if place.how == IMAGE_FIRST else array
-            self._moments[name].add(image_rows(images))
-            files = self._pa.array([png_of(self._pillow, image) for image in images], self._pa.binary())
-            paths = self._pa.nulls(len(images), self._pa.string())
+            images = [png_of(self._pillow, image) for image in _channels_last(place, array)]
+            files, paths = self._pa.array(images, self._pa.binary()), self._pa.nulls(len(images), self._pa.string())
             return self._pa.StructArray.from_arrays([files, paths], names=["bytes", "path"])
-        values = carried(stored_of(column.dtype), array)
-        shape = tuple(self._features[name]["shape"])
-        self._moments[name].add(values.reshape(-1, shape[-1]))
-        return nested_lists(self._pa, self._pa.array(values), len(array), shape)
-
-    def _told(self, name: str, moments: Moments) -> dict[str, Any]:
-        feature = self._features[name]
-        # In LeRobot, those of a feature of several dimensions are of its last one.
-        shape = (3, 1, 1) if feature["dtype"] == "image" else (feature["shape"][-1],)
-        return moments.told(shape, self._frames)
+        values = self._pa.array(carried(stored_of(column.dtype), array))
+        return nested_lists(self._pa, values, len(array), tuple(self._features[name]["shape"]))
 
     def _rows(self, rows: Rows) -> Any:
         schema = schema_of(self._pa, self._beside)
@@ -239,6 +248,10 @@ class _File:
         for number, (path, writer) in enumerate(zip(self._paths, self._writers, strict=False)):
             writer.close()
             self._writing.ended(path, 0 if number else self._count)
+
+
+def _channels_last(place: Place, images: np.ndarray) -> np.ndarray:
+    return images.transpose(0, 2, 3, 1) if place.how == IMAGE_FIRST else images
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
