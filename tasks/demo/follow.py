@@ -189,6 +189,8 @@ class Follower:
         self.produced += 1
         item.done[event.member] = Made(logged.incarnation, logged.rank, event)
         item.landed(event.member, self._now)
+        if event.rejected:
+            item.dropped = "filtered"
 
     def _failed(self, logged: Logged, item: Item, event: Failed) -> None:
         if event.final:
@@ -196,6 +198,8 @@ class Follower:
         item.landed(event.member, self._now)
         if item.settled and len(item.done) < item.claim.need:
             item.dropped = "failed"
+        elif event.rejected:
+            item.dropped = "filtered"
 
     def _interrupted(self, logged: Logged, item: Item, event: Interrupted) -> None:
         item.landed(event.member, self._now)

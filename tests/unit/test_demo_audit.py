@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.checkpoint.manifest import FileInfo, Manifest, encode_manifest
@@ -16,6 +17,7 @@ from pipeline.records import (
     Claimed,
     Closed,
     Dropped,
+    Failed,
     Finished,
     Interrupted,
     Opened,
@@ -336,3 +338,12 @@ def test_a_kill_comes_before_the_end_and_not_right_after_a_save(steps: int) -> N
         assert due[0] % plan.SAVE_EVERY in (2, 3)
         assert not any(plan.is_over(step, steps, 500.0) for step in range(1, due[0]) if step % plan.SAVE_EVERY == 0)
     assert plan.is_over(steps, steps, None)
+
+
+def test_a_group_that_its_filter_rejected_is_dropped_and_not_lost(run: Run) -> None:
+    rejected = msgspec.structs.replace(finish(1, place=1), rejected=True)
+    failed = Failed(3, 1, 1, "error", "no", True, rejected=True)
+    pair: list[AnyEvent] = [Claimed(3, "cartpole", 0, 3, 3, size=2, need=1), Started(3), Started(3, 1)]
+    events = [*make(0), *claim(1), rejected, *pair, finish(3, place=2), failed, *claim(2), batch(1, 0)]
+    found = one_life(run, events, step=1, trained=[(0, 0)])
+    assert (found.dropped, found.lost, found.unfinished) == ({"filtered": 2}, [], 1)
