@@ -9,15 +9,14 @@ greedy episodes last 475 steps on average.
 import argparse
 import copy
 import os
-import random
 import signal
-import subprocess
 import sys
 import tempfile
 
 import gymnasium
 import numpy as np
 import torch
+from killing import supervise
 from torch import nn
 from torch.nn import functional
 
@@ -110,20 +109,6 @@ def train(directory, seed, die_after):
     return False
 
 
-def supervise(script, seed, kills):
-    """Start a training again and again, until it was killed ``kills`` times; return whether it reached the mark."""
-    moments = random.Random(seed)
-    with tempfile.TemporaryDirectory() as directory:
-        for life in range(kills + 1):
-            die_after = 0 if life == kills else moments.randrange(1500, 3500)
-            command = [sys.executable, script, "--seed", str(seed), "--directory", f"{directory}/run"]
-            code = subprocess.run([*command, "--die-after", str(die_after)]).returncode
-            if code != -signal.SIGKILL:
-                return code == 0
-            print("  killed", flush=True)
-    return False
-
-
 def main(script, about, train):
     """Train in the folder that the command line names, or have it done in processes that are killed."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,7 +119,8 @@ def main(script, about, train):
     given = parser.parse_args()
     if given.directory:
         return train(given.directory, given.seed, given.die_after)
-    return supervise(script, given.seed, given.kills)
+    with tempfile.TemporaryDirectory() as folder:
+        return supervise(script, given.seed, given.kills, (1500, 3500), "--directory", f"{folder}/run") == 0
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ again. It ends when 20 episodes come to more than -200 on average.
 import argparse
 import copy
 import os
-import random
 import signal
-import subprocess
 import sys
 import tempfile
 
 import gymnasium
 import torch
+from killing import supervise
 from torch import nn
 from torch.nn import functional
 
@@ -131,20 +130,6 @@ def train(directory, seed, die_after):
     return False
 
 
-def supervise(seed, kills):
-    """Start the training again and again, until it was killed ``kills`` times; return whether it reached the mark."""
-    moments = random.Random(seed)
-    with tempfile.TemporaryDirectory() as directory:
-        for life in range(kills + 1):
-            die_after = 0 if life == kills else moments.randrange(300, 700)
-            command = [sys.executable, __file__, "--seed", str(seed), "--directory", f"{directory}/run"]
-            code = subprocess.run([*command, "--die-after", str(die_after)]).returncode
-            if code != -signal.SIGKILL:
-                return code == 0
-            print("  killed", flush=True)
-    return False
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -152,7 +137,8 @@ if __name__ == "__main__":
     parser.add_argument("--directory")
     parser.add_argument("--die-after", type=int, default=0)
     given = parser.parse_args()
-    reached = (
-        train(given.directory, given.seed, given.die_after) if given.directory else supervise(given.seed, given.kills)
-    )
-    sys.exit(0 if reached else 1)
+    if given.directory:
+        sys.exit(0 if train(given.directory, given.seed, given.die_after) else 1)
+    with tempfile.TemporaryDirectory() as folder:
+        code = supervise(__file__, given.seed, given.kills, (300, 700), "--directory", f"{folder}/run")
+    sys.exit(0 if code == 0 else 1)
