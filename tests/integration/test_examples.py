@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,32 @@ def test_an_off_policy_learner_is_killed_and_goes_on(tmp_path: Path, script: str
     assert "from step 0, with 0 transitions" in first.stdout
     begin = next(line for line in second.stdout.splitlines() if "from step" in line)
     assert int(begin.split()[4]) >= least - 4, begin
+
+
+@pytest.mark.slow
+def test_a_language_model_learns_a_little_though_it_is_killed() -> None:
+    done = run("examples/grpo_arithmetic.py", "--steps", "80", "--kills", "1", "--mark", "0.2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("  killed\n") == 1
+    begins = [int(found) for found in re.findall(r"from step (\d+),", done.stdout)]
+    assert begins[0] == 0 < begins[1] < 80
+    last = done.stdout.splitlines()[-1]
+    before, after = re.findall(r"([\d.]+)%", last)
+    assert float(before) < 20 <= float(after), done.stdout
+    assert last.endswith("lost: 0, trained twice: 0")
+    assert "trained on 1280 groups of 8" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(int(os.environ.get("FOREBAY_SOAK", "1")) < 2, reason="minutes")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", [[], ["--synchronous"]])
+def test_a_language_model_reaches_its_mark_though_it_is_killed(form: list[str]) -> None:
+    for seed in range(3):
+        command = [sys.executable, "examples/grpo_arithmetic.py", "--seed", str(seed), *form]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("  killed\n") == 2
 
 
 @pytest.mark.skipif(int(os.environ.get("FOREBAY_SOAK", "1")) < 2, reason="minutes")
