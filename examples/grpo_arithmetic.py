@@ -2,12 +2,12 @@
 
 python examples/grpo_arithmetic.py [--seed N] [--kills N] [--synchronous]
 
-First the model is shown 512 sums, which teaches it what a reply looks like, until one in six or so is right. From then
-on nobody tells it an answer: it earns 1 for a reply that is right and 0 for any other. 500 sums are held out of both.
+First the model is shown the answers of 2,000 sums, which teaches it what a reply looks like, until it has 15% of them
+right. From then on nobody tells it an answer: a reply that is right earns 1, any other 0. 500 sums are held out of both.
 
 The training runs in a process of its own, which is killed (SIGKILL) at random steps and started again. With
---synchronous the same recipe makes the rollouts of each batch only after the step before: every rollout is on policy,
-and trainer and sampler wait for each other.
+--synchronous the same recipe makes the rollouts of a batch only after the step before it: all of them are on policy,
+and sampler and trainer wait for each other.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def decoder():
 
 
 def warm_up(model, optimizer, shown, seed):
-    """Teach the form of a reply: cross-entropy on the few sums that are shown, until ``ENOUGH`` of a batch is right."""
+    """Teach the form of a reply: cross-entropy on the sums that are shown, until ``ENOUGH`` of a batch is right."""
     chance, right = random.Random(seed), 0.0
     prompt = len(shown[0]["prompt"])
     while right < ENOUGH:
