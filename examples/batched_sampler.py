@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import torch
 from tiny_decoder import Decoder, Next, Prompts
 from torch import nn
@@ -15,9 +16,9 @@ from torch.nn import functional
 class Reply(NamedTuple):
     """What was sampled: ``ids`` int64, ``logprobs`` float32 and ``versions`` int64, each [tokens]."""
 
-    ids: torch.Tensor
-    logprobs: torch.Tensor
-    versions: torch.Tensor
+    ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
 
 
 class _Asked:
@@ -70,7 +71,7 @@ class Sampler:
 
         Args:
             prompt: token ids.
-            chances: random numbers from 0 to 1, one for each token that may come; None: the likeliest tokens.
+            chances: random numbers from 0 to 1, [most]; None: the likeliest tokens.
         """
         asked = _Asked(prompt, chances)
         self._queue.append(asked)
@@ -138,12 +139,14 @@ class Sampler:
         """Read the prompts into free rows, and draw their first tokens."""
         first, columns = len(self._active), self._columns
         rows = slice(first, first + len(new))
-        last = torch.tensor([len(asked.prompt) - 1 for asked in new])
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(asked.prompt) for asked in new], batch_first=True)
+        lengths = [len(asked.prompt) for asked in new]
+        ids = torch.tensor([[*asked.prompt, *[0] * (max(lengths) - len(asked.prompt))] for asked in new])
         logits = self._model(ids, Prompts(self._store, first, ids.shape[1]))
+        last = torch.tensor(lengths) - 1
         columns["at"][rows], columns["count"][rows] = last, 0
-        for row, asked in enumerate(new, first):
-            columns["chances"][row] = -1 if asked.chances is None else torch.as_tensor(asked.chances)
+        greedy = np.full(self.most, -1.0)
+        chances = np.stack([greedy if asked.chances is None else asked.chances for asked in new])
+        columns["chances"][rows] = torch.from_numpy(chances)
         self._active += new
         self._draw(logits[torch.arange(len(new)), last], rows)
 
@@ -170,9 +173,9 @@ class Sampler:
         over = ((last == self.end) | (count == self.most)).tolist()
         gone = [row for row, asked in enumerate(self._active) if over[row] or asked.left]
         ended = [self._active[row] for row in gone]
+        counts, told = count.tolist(), [columns[name].numpy() for name in ("ids", "logprobs", "versions")]
         for row, asked in zip(gone, ended, strict=True):
-            tokens = slice(0, int(count[row]))
-            asked.reply = Reply(*(columns[name][row, tokens].clone() for name in ("ids", "logprobs", "versions")))
+            asked.reply = Reply(*(each[row, : counts[row]].copy() for each in told))
         left = total - len(gone)
         holes = [row for row in gone if row < left]
         movers = sorted(set(range(left, total)) - set(gone))

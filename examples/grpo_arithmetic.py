@@ -3,7 +3,7 @@
 python examples/grpo_arithmetic.py [--seed N] [--kills N] [--synchronous]
 
 First the model is shown the answers of 2,000 sums, which teaches it what a reply looks like, until it has 15% of them
-right. From then on nobody tells it an answer: a reply that is right earns 1, any other 0. 500 sums are held out of both.
+right. From then on nobody tells it an answer: a right reply earns 1, any other 0. 500 sums are held out of both.
 
 The training runs in a process of its own, which is killed (SIGKILL) at random steps and started again. With
 --synchronous the same recipe makes the rollouts of a batch only after the step before it: all of them are on policy,
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 
+import numpy as np
 import torch
 from batched_sampler import Sampler
 from killing import supervise
@@ -54,7 +55,7 @@ async def add(item, ctx):
     prompt = ids_of(item["prompt"])
     reply = await ctx.resource.reply(prompt, None if ctx.kind == "evaluation" else ctx.rng.random(MOST))
     text = "".join(ALPHABET[number] for number in reply.ids.tolist())
-    tensors = {"prompt_ids": torch.tensor(prompt), "completion_ids": reply.ids, "logprobs": reply.logprobs}
+    tensors = {"prompt_ids": np.array(prompt), "completion_ids": reply.ids, "logprobs": reply.logprobs}
     return Rollout(
         {**tensors, "versions": reply.versions},
         reward=float(text == item["answer"]),
