@@ -185,7 +185,8 @@ def conclude(directory, given):
     print(f"killed {len(found.kills)} times, {found.recovered} groups of before a kill trained after it")
     first, last = rows[0], rows[-1]
     print(
-        f"held-out accuracy {first[2]:.1%} -> {last[2]:.1%} in {last[1]:.0f} s; "
+        f"held-out accuracy {first[2]:.1%} -> {last[2]:.1%} in {last[1]:.0f} s, "
+        f"{sum(os.times()[2:4]):.0f} s of processor time; "  # that of the processes that have ended
         f"lost: {len(found.lost)}, trained twice: {len(found.twice)}"
     )
     return last[2] >= given.mark and len(found.kills) == given.kills and not found.lost and not found.twice
