@@ -8,6 +8,9 @@ right. From then on nobody tells it an answer: a right reply earns 1, any other 
 The training runs in a process of its own, which is killed (SIGKILL) at random steps and started again. With
 --synchronous the same recipe makes the rollouts of a batch only after the step before it: all of them are on policy,
 and sampler and trainer wait for each other.
+
+A pause stands in for a grader elsewhere (a sandbox, a judge): --grader-ms on average, exponentially distributed, so
+that some replies wait long for their reward. 0 leaves it out.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 
+import anyio
 import numpy as np
 import torch
 from batched_sampler import Sampler
@@ -35,7 +39,7 @@ LONGEST, MOST = 12, 5  # tokens of prompt and reply, and of the reply alone
 HELD_OUT, SHOWN, ENOUGH = 500, 2000, 0.15
 STEPS, GROUPS, MEMBERS, AT_ONCE, STALENESS = 1000, 16, 8, 128, 2
 CLIP, RATE, LONGEST_STRIDE = (0.2, 0.28), 1e-3, 0.5
-SAVE_EVERY, LOOK_EVERY, MARK = 20, 50, 0.9
+SAVE_EVERY, LOOK_EVERY, MARK, GRADER_MS = 20, 50, 0.9, 20
 
 
 def ids_of(text):
@@ -50,19 +54,26 @@ def sums(seed):
     return items[:HELD_OUT], items[HELD_OUT:]
 
 
-async def add(item, ctx):
-    """A rollout: the reply to one sum, sampled; in an evaluation the likeliest one."""
-    prompt = ids_of(item["prompt"])
-    reply = await ctx.resource.reply(prompt, None if ctx.kind == "evaluation" else ctx.rng.random(MOST))
-    text = "".join(ALPHABET[number] for number in reply.ids.tolist())
-    tensors = {"prompt_ids": np.array(prompt), "completion_ids": reply.ids, "logprobs": reply.logprobs}
-    return Rollout(
-        {**tensors, "versions": reply.versions},
-        reward=float(text == item["answer"]),
-        oldest=int(reply.versions[0]),
-        newest=int(reply.versions[-1]),
-        tokens=len(reply.ids),
-    )
+def adding(grader_s):
+    """Return the rollout function: a reply to one sum is sampled (in an evaluation, the likeliest one) and graded."""
+
+    async def add(item, ctx):
+        prompt = ids_of(item["prompt"])
+        reply = await ctx.resource.reply(prompt, None if ctx.kind == "evaluation" else ctx.rng.random(MOST))
+        text = "".join(ALPHABET[number] for number in reply.ids.tolist())
+        if grader_s:
+            async with ctx.scoring():  # the slot is another attempt's meanwhile
+                await anyio.sleep(ctx.rng.exponential(grader_s))
+        tensors = {"prompt_ids": np.array(prompt), "completion_ids": reply.ids, "logprobs": reply.logprobs}
+        return Rollout(
+            {**tensors, "versions": reply.versions},
+            reward=float(text == item["answer"]),
+            oldest=int(reply.versions[0]),
+            newest=int(reply.versions[-1]),
+            tokens=len(reply.ids),
+        )
+
+    return add
 
 
 class Curve:
@@ -134,7 +145,7 @@ def train(given):
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     sampler = Sampler(decoder(), end=0, rows=AT_ONCE, most=MOST)
     held_out, others = sums(given.seed)
-    how = {"resource": sampler, "run": add}
+    how = {"resource": sampler, "run": adding(given.grader_ms / 1000)}
     task = Task("sums", source=SequenceSource(others), group_size=MEMBERS, epochs=None, filter=ZeroVariance(), **how)
     exam = Task("exam", source=SequenceSource(held_out), **how)
     order = {"strategy": "synchronous", "max_staleness": 0} if given.synchronous else {"max_staleness": STALENESS}
@@ -199,6 +210,7 @@ def main():
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--mark", type=float, default=MARK, help="accuracy to be reached (default: %(default)s)")
     parser.add_argument("--synchronous", action="store_true", help="rollouts and training by turns")
+    parser.add_argument("--grader-ms", type=float, default=GRADER_MS, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each of torch's operations (default: %(default)s)")
     parser.add_argument("--directory", help="train here, and in this process")
     parser.add_argument("--die-after", type=int, default=0, metavar="STEPS", help="then this process kills itself")
@@ -210,6 +222,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         more = ["--directory", f"{folder}/run", "--since", str(given.since)]
         more += ["--steps", str(given.steps), "--threads", str(given.threads)]
+        more += ["--grader-ms", str(given.grader_ms)]
         more += ["--synchronous"] * given.synchronous
         code = supervise(__file__, given.seed, given.kills, (given.steps // 8, given.steps // 3), *more)
         return code == 0 and conclude(f"{folder}/run", given)
