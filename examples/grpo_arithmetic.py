@@ -177,7 +177,7 @@ def train(given):
                 sampler.push(model, step)
             if step % LOOK_EVERY == 0 or step == given.steps:
                 look(step)
-            if step % SAVE_EVERY == 0 or step == given.steps:
+            if step % given.save_every == 0 or step == given.steps:
                 pipe.save(step)
             if step == resumed.step + given.die_after:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -209,6 +209,7 @@ def main():
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--mark", type=float, default=MARK, help="accuracy to be reached (default: %(default)s)")
+    parser.add_argument("--save-every", type=int, default=SAVE_EVERY, metavar="STEPS", help="(default: %(default)s)")
     parser.add_argument("--synchronous", action="store_true", help="rollouts and training by turns")
     parser.add_argument("--grader-ms", type=float, default=GRADER_MS, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each of torch's operations (default: %(default)s)")
@@ -221,7 +222,7 @@ def main():
         return True
     with tempfile.TemporaryDirectory() as folder:
         more = ["--directory", f"{folder}/run", "--since", str(given.since)]
-        more += ["--steps", str(given.steps), "--threads", str(given.threads)]
+        more += ["--steps", str(given.steps), "--save-every", str(given.save_every), "--threads", str(given.threads)]
         more += ["--grader-ms", str(given.grader_ms)]
         more += ["--synchronous"] * given.synchronous
         code = supervise(__file__, given.seed, given.kills, (given.steps // 8, given.steps // 3), *more)
