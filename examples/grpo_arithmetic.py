@@ -119,13 +119,13 @@ def warm_up(model, optimizer, shown, seed):
 
 
 def descend(model, optimizer, batch):
-    """Take one gradient step on ``-mean(min(r A, clip(r, 1 - 0.2, 1 + 0.28) A))`` over all sampled tokens.
+    """Take one gradient step on ``-mean(min(r A, clip(r, 1 - 0.2, 1 + 0.28) A) + 0.05 H)`` over all sampled tokens.
 
     r is the probability of the token now over that with which the sampler drew it, whatever weights it had then; A is
     the advantage of the reply in its group. Shao et al., *DeepSeekMath*, 2024, section 4.1.1, without the KL term. As
     in Yu et al., *DAPO*, 2025, section 3: the upper bound is the wider one, groups without an advantage are drawn anew
-    (``filter=ZeroVariance()``), and the mean is over the tokens of the batch. Entropy is rewarded a little: a digit that is
-    never tried is never learnt.
+    (``filter=ZeroVariance()``), and the mean is over the tokens of the batch. H is the entropy of what may come at the
+    token's place (Williams and Peng 1991): a digit that is never tried is never learnt.
     """
     data = padded(token_rows(batch, advantages="grpo"))
     ids, sampled = data["input_ids"], data["completion_mask"][:, 1:]
