@@ -229,10 +229,9 @@ def main():
         train(given)
         return True
     with tempfile.TemporaryDirectory() as folder:
-        more = ["--directory", f"{folder}/run", "--since", str(given.since)]
-        more += ["--steps", str(given.steps), "--save-every", str(given.save_every), "--threads", str(given.threads)]
-        more += ["--grader-ms", str(given.grader_ms)]
-        more += ["--synchronous"] * given.synchronous
+        more = ["--directory", f"{folder}/run"] + ["--synchronous"] * given.synchronous
+        for name in ("since", "steps", "mark", "save_every", "grader_ms", "threads"):
+            more += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
         code = supervise(__file__, given.seed, given.kills, (given.steps // 40, given.steps // 18), *more)
         return code == 0 and conclude(f"{folder}/run", given)
 
