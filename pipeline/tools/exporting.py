@@ -89,10 +89,7 @@ def export(
         WriteFailed: it could not be written.
     """
     form = format_of(to, "to", TO)
-    if part_bytes < 1:
-        raise ConfigError.of("part_bytes", part_bytes, "at least 1 is needed")
-    if fps is not None and (to != "lerobot" or fps < 1):
-        raise ConfigError.of("fps", fps, "1 or more is needed, and that for --to lerobot alone")
+    _check_options(to, part_bytes, fps)
     source, target = os.fspath(run), os.fspath(out)
     check_target(target, source)
     stream, step = _chosen(source, form, Chosen(**{k: _held(v) for k, v in chosen.items()}))
@@ -113,6 +110,13 @@ def export(
         form.write(stream, writing)
         described = writing.finish()
     return msgspec.structs.replace(found, count=described.count, files=described.files)
+
+
+def _check_options(to: str, part_bytes: int, fps: int | None) -> None:
+    if part_bytes < 1:
+        raise ConfigError.of("part_bytes", part_bytes, "at least 1 is needed")
+    if fps is not None and (to != "lerobot" or fps < 1):
+        raise ConfigError.of("fps", fps, "1 or more is needed, and that for --to lerobot alone")
 
 
 def _held(value: Any) -> Any:
