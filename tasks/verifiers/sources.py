@@ -28,7 +28,8 @@ class TaskItems:
 
     def __init__(self, taskset: Any) -> None:
         self._taskset = taskset
-        self._tasks: list[Any] | None = list(taskset) if taskset.bounded else None
+        bounded = taskset.bounded if hasattr(taskset, "bounded") else not taskset.INFINITE  # 0.3 has the constant alone
+        self._tasks: list[Any] | None = list(taskset) if bounded else None
         self._next: Iterator[Any] = iter(())
         self._at, self._held = -1, None
 

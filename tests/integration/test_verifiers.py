@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tasks.llm import token_rows
 from tasks.verifiers import verifiers_task
 from tasks.verifiers.sources import TaskItems
 from tests.support.chat_server import Said, called, serving, toy
+from tests.support.word_games import WORD, one_word
 
 vf: Any = pytest.importorskip("verifiers.v1")
 PLUGINS = Path(__file__).parents[1] / "support" / "verifiers_plugins"
@@ -178,6 +180,71 @@ async def test_a_judge_talks_to_its_own_server_and_leaves_no_tokens() -> None:
     assert rollout.info["rewards"] == {"right": 2.0, "short": 0.25, "reference": 3.0}
     assert rollout.info["turns"] == len(rollout.traces) == 1
     assert [each["model"] for each in model.asked] == ["policy", "judge"]
+
+
+async def test_judges_with_criteria_and_with_grades(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.toml"
+    rubric.write_text(
+        '[[criteria]]\nname = "sure"\ntext = "It is sure."\n[[criteria]]\nname = "kind"\ntext = "It is kind."\n'
+    )
+    verdicts = [{"name": name, "reason": "", "verdict": said} for name, said in (("sure", "yes"), ("kind", "no"))]
+
+    async def answer(request: dict[str, Any]) -> Said:
+        if request["model"] == "decider":
+            return Said({"answers": {"grade": {"score": 0.75}}})
+        return await Toy(lambda _: json.dumps({"verdicts": verdicts}) if request["model"] == "judge" else "0")(request)
+
+    if not hasattr(vf, "DecisionJudge"):
+        pytest.skip("this version of verifiers has no DecisionJudge")
+    async with serving(answer) as server:
+        judges = [
+            {"id": "rubric", "base_url": server.url, "model": "judge", "path": str(rubric), "api_key_var": "NO_KEY"},
+            {"id": "decision", "base_url": f"{server.url}/x", "model": "decider", "api_key_var": "NO_KEY"},
+        ]
+        env = single(count=1, task={"judges": judges})
+        rollout = await Pipeline.try_one(verifiers_task(env, client=chat.client(server.url, model="policy")))
+    assert rollout.info["rewards"] == {"right": 2.0, "short": 0.25, "rubric": 0.5, "decision": 0.75}
+    assert (rollout.info["metrics"]["rubric/sure"], rollout.info["metrics"]["rubric/kind"]) == (1.0, 0.0)
+    assert rollout.info["turns"] == len(rollout.traces) == 1
+
+
+async def test_a_game_of_text_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_word(tmp_path, monkeypatch)
+    pytest.importorskip("textarena")
+
+    def say(request: dict[str, Any]) -> str:
+        return f"[{WORD}]" if any(each["role"] == "assistant" for each in request["messages"]) else "[C]"
+
+    config = {"taskset": {"id": "textarena", "game": "Hangman-v0"}, "player": AGENT}
+    env = vf.load_environment(vf.resolve_env_config(config))
+    assert type(env).__name__ == "TextArenaEnv"
+    async with serving(Toy(say)) as server:  # the taskset has no end
+        rollout = await Pipeline.try_one(verifiers_task(env, client=chat.client(server.url, model="policy")))
+    (trace,) = rollout.traces
+    assert (trace.agent, rollout.info["turns"], rollout.reward) == ("player", 2, 1.0)
+    assert text_of(trace).startswith(b"[C]")
+    assert b"C   _   _   _   _" in text_of(trace)
+    assert np.asarray(trace["completion_mask"]).sum() == len("[C]") + len(f"[{WORD}]")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_an_environment_of_openenv() -> None:
+    pytest.importorskip("openenv.core.env_server", exc_type=ImportError)
+    from tests.support.open_counter import counting
+
+    async with counting() as url:
+        env = vf.load_environment(
+            vf.resolve_env_config(
+                {"taskset": {"id": "openenv", "base_url": url, "resets": [{"seed": 5}]}, "player": AGENT}
+            )
+        )
+        assert type(env).__name__ == "OpenEnvEnv"
+        said = iter(["2", '{"number": 1}'])
+        (rollout,) = (await batch_of(env, Toy(lambda _: next(said)))).rollouts
+    (trace,) = rollout.traces
+    assert (trace.agent, rollout.info["turns"], rollout.reward) == ("player", 2, 3.0)
+    assert b'"total": 5' in text_of(trace, "prompt_ids")
+    assert b'"total": 7' in text_of(trace)
 
 
 @pytest.mark.skipif("FOREBAY_VERIFIERS_PROGRAMS" not in os.environ, reason="uv installs their packages")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,12 +17,15 @@ from pipeline.errors import EnvironmentFailed
 from tasks import chat
 from tasks.verifiers import verifiers_task
 from tests.support.chat_server import Said, called, serving, toy
+from tests.support.cua_server import browsing
 from tests.support.gates import turn
+from tests.support.word_games import WORD, one_word
 
 vf: Any = pytest.importorskip("verifiers")
 if not hasattr(vf, "SingleTurnEnv"):
     pytest.skip("this version of verifiers has verifiers.v1 alone", allow_module_level=True)
 datasets: Any = pytest.importorskip("datasets")
+openai: Any = pytest.importorskip("openai")
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +48,16 @@ class Toy:
 
     async def __call__(self, request: dict[str, Any]) -> Said:
         self.asked.append(request)
-        prompt = [code for each in request["messages"] for code in (each.get("content") or "").encode()]
+        prompt = [code for each in request["messages"] for code in _text(each).encode()]
         said = self.say(request)
         if isinstance(said, dict):
             return toy("", [0], prompt=prompt, tool_calls=[said], usage=1, finish="tool_calls")
         return toy(said, list(said.encode()), prompt=prompt, usage=len(said))
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
 
 
 def rows(count: int = 2) -> Any:
@@ -176,6 +186,111 @@ async def test_a_gym_environment() -> None:
     env = vf.GymEnv(env_cls=Walk, num_train_episodes=2, num_eval_episodes=1)
     (rollout,) = await rollouts_of(env, Toy(lambda _: "go"))
     assert rollout.reward == 1.0
+
+
+# -- those that need a package more ------------------------------------------------------------------------------------
+
+MCP_SERVER = """
+from mcp.server.fastmcp import FastMCP
+server = FastMCP("doubles", log_level="ERROR")
+@server.tool()
+def double(number: int) -> str:
+    "Twice a number."
+    return str(2 * number)
+server.run("stdio")
+"""
+
+
+async def test_tools_of_an_mcp_server() -> None:
+    pytest.importorskip("mcp.server.fastmcp", exc_type=ImportError)
+    servers = [{"name": "doubles", "command": sys.executable, "args": ["-c", MCP_SERVER]}]
+    env = vf.MCPEnv(mcp_servers=servers, dataset=rows().select([1]), rubric=vf.Rubric(funcs=[right]))
+    try:
+        model = Toy(_calls_once)
+        (rollout,) = await rollouts_of(env, model)
+    finally:
+        await env.teardown_mcp_servers()
+    assert rollout.reward == 1.0
+    assert [each["role"] for each in rollout.info["chats"][-1]] == ["user", "assistant", "tool", "assistant"]
+    assert model.asked[0]["tools"][0]["function"]["parameters"]["properties"]["number"]["type"] == "integer"
+
+
+async def test_reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym")
+    env = vf.ReasoningGymEnv("chain_sum", num_train_examples=2, num_eval_examples=1, system_prompt="", seed=3)
+    known = [str(env.rg_dataset[index]["answer"]) for index in range(2)]
+
+    def say(request: dict[str, Any]) -> str:
+        first = request["messages"][-1]["content"] == env.rg_dataset[0]["question"]
+        return f"<answer>{known[0] if first else 'none'}</answer>"
+
+    first, second = await rollouts_of(env, Toy(say), groups=2)
+    assert first.reward == 1.0 > second.reward
+    assert first.info["metrics"]["check_answer_reward_func"] == 1.0
+    assert text_of(first.traces[0]) == f"<answer>{known[0]}</answer>".encode()
+
+
+async def test_text_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_word(tmp_path, monkeypatch)
+    pytest.importorskip("textarena")
+
+    def guessed(completion: Any, parser: Any, answer: str) -> float:
+        return float(parser.parse_answer(completion) == f"[{answer}]")
+
+    parser = vf.XMLParser(fields=["guess"], answer_field="guess")
+    rubric = vf.Rubric(funcs=[guessed], parser=parser)
+    env = vf.TextArenaEnv(game="Wordle-v0", num_train_examples=1, parser=parser, rubric=rubric)
+    said = iter(["slate", WORD])
+    (rollout,) = await rollouts_of(env, Toy(lambda _: f"<guess>[{next(said)}]</guess>"))
+    assert (rollout.reward, rollout.info["turns"]) == (1.0, 2)
+    (trace,) = rollout.traces
+    assert b"X X G X G" in text_of(trace)
+    assert np.asarray(trace["completion_mask"]).sum() == 2 * len(f"<guess>[{WORD}]</guess>")
+
+
+@pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
+async def test_a_browser_whose_server_is_stood_in_for() -> None:
+    pytest.importorskip("stagehand")
+    with browsing() as (url, asked):
+        options: dict[str, Any] = {"mode": "cua", "use_sandbox": False, "server_url": url, "env": "LOCAL"}
+        env = vf.BrowserEnv(dataset=rows(1), rubric=vf.Rubric(funcs=[lambda: 1.0]), **options)
+
+        def say(request: dict[str, Any]) -> Any:
+            tool = next((each for each in request["messages"] if each["role"] == "tool"), None)
+            return "done" if tool else called("goto", '{"url": "http://a.test/"}')
+
+        model = Toy(say)
+        try:
+            (rollout,) = await rollouts_of(env, model)
+        finally:
+            await env.teardown()
+    assert (rollout.reward, rollout.info["turns"]) == (1.0, 2)
+    assert [(method, path) for method, path, _ in asked] == [
+        ("GET", "/health"),
+        ("POST", "/sessions"),
+        ("POST", "/sessions/one/action"),
+        ("DELETE", "/sessions/one"),
+    ]
+    assert "session_id" not in json.dumps(model.asked[0]["tools"])
+
+
+async def test_rubrics_of_the_package_in_a_group() -> None:
+    async with (
+        serving(Toy(lambda _: "yes")) as server,
+        openai.AsyncOpenAI(base_url=server.url, api_key="none") as client,
+    ):
+        judged = vf.JudgeRubric(judge_client=client, judge_model="judge")
+
+        async def agreed(judge: Any, prompt: Any, completion: Any, answer: str, state: Any) -> float:
+            return float(await judge(prompt, completion, answer, state) == "yes")
+
+        judged.add_reward_func(agreed, weight=3.0)
+        rubric = vf.RubricGroup([vf.Rubric(funcs=[right]), vf.MathRubric(), judged])
+        env = vf.SingleTurnEnv(dataset=rows().select([1]), rubric=rubric)
+        (rollout,) = await rollouts_of(env, Toy(lambda _: "\\boxed{4/2}"))
+    found = {name: rollout.info["metrics"][name] for name in ("right", "correct_answer", "agreed")}
+    assert found == {"right": 0.0, "correct_answer": 1.0, "agreed": 1.0}
+    assert rollout.reward == 4.0
 
 
 # -- rewards of whole groups -------------------------------------------------------------------------------------------
