@@ -102,11 +102,20 @@ def export(
         step=step,
         notes=form.told(stream) if hasattr(form, "told") else [],
     )
-    if dry_run:
-        return found
-    with aside(target) as folder:
+    return found if dry_run else _written(found, form, stream, part_bytes, fps or 1, progress)
+
+
+def _written(
+    found: Exported,
+    form: Format,
+    stream: Stream,
+    part_bytes: int,
+    fps: int,
+    progress: Callable[[int, int], None] | None,
+) -> Exported:
+    with aside(found.out) as folder:
         told = progress or (lambda done, total: None)
-        writing = OutFolder(folder, to, stream, part_bytes, lambda done: told(done, stream.nbytes), fps or 1)
+        writing = OutFolder(folder, found.to, stream, part_bytes, lambda done: told(done, stream.nbytes), fps)
         form.write(stream, writing)
         described = writing.finish()
     return msgspec.structs.replace(found, count=described.count, files=described.files)

@@ -7,6 +7,7 @@ is in flight can still be written, and the trainer can still save.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -95,5 +96,8 @@ class DiskUse:
                     total += os.lstat(os.path.join(folder, name)).st_size
                 except FileNotFoundError:  # removed meanwhile
                     continue
-        system = os.statvfs(self._layout.directory)
+        try:
+            system = os.statvfs(self._layout.directory)
+        except FileNotFoundError:  # the whole folder was: whoever writes next says so
+            return total, sys.maxsize
         return total, system.f_bavail * system.f_frsize

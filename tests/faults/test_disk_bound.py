@@ -15,7 +15,7 @@ from pipeline import Context, Item, Pipeline, Rollout, Starved, Task
 from pipeline.checkpoint import verify
 from tests.faults.test_triggers import manifests
 from tests.support.crashes import Trained, begin, finish, inline_pipeline, train
-from tests.support.runs import numbers, pipeline
+from tests.support.runs import numbers, pipeline, solve
 
 virtual = pytest.mark.virtual_time
 
@@ -154,3 +154,19 @@ async def test_little_left_in_the_file_system_is_told(run_directory: str, monkey
             await begin(pipe)
             await pipe.get_batch(4)
     assert [line for line in logs if line["event"] == "disk.low" and line["free"] > 0]
+
+
+@pytest.mark.parametrize("most", [None, 10**9])
+async def test_a_folder_that_was_removed_is_told_by_whoever_writes_and_not_by_the_look(
+    run_directory: str, tmp_path: Path, most: int | None
+) -> None:
+    async with inline_pipeline(
+        Task("t", source=numbers(4), run=solve), directory=run_directory, max_disk_bytes=most
+    ) as pipe:
+        await begin(pipe, trained=Trained())
+        disk = pipe._run.producer.disk
+        assert disk is not None
+        os.rename(run_directory, tmp_path / "elsewhere")
+        await disk.look()
+        os.rename(tmp_path / "elsewhere", run_directory)
+        assert not disk.full

@@ -64,13 +64,13 @@ async def nap(seconds: float) -> None:
 
 
 def long_call() -> Callable[[], object]:
-    """Return a call that keeps the interpreter's lock and computes for about 0.4 s."""
+    """Return a call that keeps the interpreter's lock and computes for about 0.8 s."""
     count, took = 100_000, 0.0
-    while took < 0.3:
+    while took < 0.6:
         began = time.thread_time()
         sum(range(count))
         took = time.thread_time() - began
-        count = count if took >= 0.3 else int(count * min(10, max(1.5, 0.4 / max(took, 1e-4))))
+        count = count if took >= 0.6 else int(count * min(10, max(1.5, 0.8 / max(took, 1e-4))))
     return lambda: sum(range(count))
 
 

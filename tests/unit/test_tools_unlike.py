@@ -189,7 +189,7 @@ def test_what_ranks_have_attached_for_themselves(tmp_path: Path) -> None:
 def test_pipelines_of_ranks_are_refused_by_name(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, tmp_path / "run", ignore=shutil.ignore_patterns("every_event.fbj"))
     was = digest(tmp_path / "run")
-    why = r"a pipeline of \d+ ranks.*resume\(\) alone"
+    why = r"a pipeline of \d+ ranks.*only resume\(\)"
     with pytest.raises(UsageError, match=why):
         merge([tmp_path / "run"], tmp_path / "out")
     with pytest.raises(UsageError, match=why):
