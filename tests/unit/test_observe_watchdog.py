@@ -140,7 +140,7 @@ def test_a_call_that_begins_in_the_moment_of_a_look_is_named(run: Callable[[Main
 
             watchdog._loop = watchdog._loop._replace(call=crunch_before_the_answer)
             await anyio.sleep(0.3)
-            await anyio.sleep(0.9)
+            await anyio.sleep(2.5)  # both calls, and a look after each
 
     run(main)
     assert ["crunch" in held.where or "lambda" in held.where for held in reports] == [True, True], reports
