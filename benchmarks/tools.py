@@ -22,7 +22,7 @@ from statistics import median
 
 import torch
 
-from benchmarks import disk
+from benchmarks import disk, peaks
 from benchmarks.harness import Row, times
 from benchmarks.transitions import GB, MB, ROW, content, filled
 from pipeline import TrajectoryBuffer
@@ -67,7 +67,7 @@ class Bench:
                 row = times(f"{what}, {name}", took[what], peer, took[peer], unit="s", most=most)
                 share = {f"share of the speed of {peer}": median(took[peer]) / median(took[what])}
                 found.append(replace(row, peers={**row.peers, **share}))
-        return [*found, *self._memory(runs, size)]
+        return [*found, *(self._memory(runs, size) if peaks.possible() else ())]
 
     def _memory(self, runs: Sequence[str], size: int) -> Iterator[Row]:
         """How much memory commands take, of which none may need more for more rows."""

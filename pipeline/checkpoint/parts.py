@@ -56,7 +56,7 @@ def _inherits(name: JournalName, run_tag: int) -> bool:
         return False
 
 
-def part_of(stored: Stored, rank: int) -> Stored:
+def shard_of(stored: Stored, rank: int) -> Stored:
     """Return a rank's part of a generation as if it were one, without the trainer's files."""
     prefix, manifest = shard_prefix(rank), stored.manifest
     files = [
@@ -109,6 +109,6 @@ def parts_of(layout: Layout, run_tag: int, stored: Stored) -> list[Part]:
         return [Part(stored, layout, run_tag)]
     size = manifest.world_size
     return [
-        Part(part_of(stored, rank), PartLayout(layout, rank, manifest.incarnation, run_tag), run_tag, rank, size)
+        Part(shard_of(stored, rank), PartLayout(layout, rank, manifest.incarnation, run_tag), run_tag, rank, size)
         for rank in range(size)
     ]

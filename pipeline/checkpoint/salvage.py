@@ -57,7 +57,7 @@ def salvage(
         WriteFailed: the new run could not be written; what lies in ``target`` is no run, and may be removed.
     """
     layout, new = Layout(os.fspath(directory)), Layout(os.fspath(target))
-    _check_target(layout, new)
+    check_target(layout.directory, new.directory)
     return _salvaged(layout, new, new if called is None else Layout(os.fspath(called)), step, files or OsFiles())
 
 
@@ -103,14 +103,18 @@ def _told(
     )
 
 
-def _check_target(layout: Layout, new: Layout) -> None:
-    """Refuse a target that holds something, or that would change the damaged run."""
-    source, target = os.path.realpath(layout.directory), os.path.realpath(new.directory)
-    if os.path.commonpath([source, target]) == source:
-        raise ConfigError.of("target", new.directory, f"must not lie in the run to be salvaged, {layout.directory}")
-    if not os.path.lexists(new.directory):
+def check_target(source: str, target: str) -> None:
+    """Refuse a target that holds something, or that would change the damaged run.
+
+    Raises:
+        ConfigError: it does.
+    """
+    run, new = os.path.realpath(source), os.path.realpath(target)
+    if os.path.commonpath([run, new]) == run:
+        raise ConfigError.of("target", target, f"must not lie in the run to be salvaged, {source}")
+    if not os.path.lexists(target):
         return
-    there = os.listdir(new.directory) if os.path.isdir(new.directory) else [os.path.basename(new.directory)]
+    there = os.listdir(target) if os.path.isdir(target) else [os.path.basename(target)]
     if there:
         shown = ", ".join(sorted(there)[:5])
-        raise ConfigError.of("target", new.directory, f"must be absent or an empty folder; it holds {shown}")
+        raise ConfigError.of("target", target, f"must be absent or an empty folder; it holds {shown}")

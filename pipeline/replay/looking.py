@@ -13,13 +13,13 @@ import msgspec
 
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAINER_FOLDER
+from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import Damaged
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.parts import restore
 from pipeline.replay.segment_rows import SegmentRows
-from pipeline.replay.shards import shard_of
 from pipeline.replay.state import BufferState, read_buffer_state, set_generator
 from pipeline.replay.thinning import load_alone
 from pipeline.replay.trajectories import TrajectoryBuffer

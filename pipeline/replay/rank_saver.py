@@ -11,6 +11,7 @@ import msgspec
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import Found, Stored, check_generation
 from pipeline.checkpoint.manifest import OWN_FOLDER, ShardInfo, shard_prefix
+from pipeline.checkpoint.parts import shard_of
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable, load_states, read_state
 from pipeline.config import ReplayOptions
 from pipeline.distributed import Ranks
@@ -24,7 +25,7 @@ from pipeline.replay.rank_store import RankStore
 from pipeline.replay.resharding import Moved, Moving
 from pipeline.replay.rooms import Room
 from pipeline.replay.saving import Saver
-from pipeline.replay.shards import shard_of, trainer_of
+from pipeline.replay.shards import trainer_of
 from pipeline.replay.store import Generation, ReplayStore, Saving
 from pipeline.replay.thinning import load_alone, says_dropped, tell_lost
 from pipeline.store.files import FilesLike

@@ -13,6 +13,7 @@ from pipeline.buffer.transitions.columns import Schema
 from pipeline.checkpoint.generations import Stored, check_listed
 from pipeline.checkpoint.listed import Listing, Shard
 from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAINER_FOLDER, ShardInfo, shard_prefix
+from pipeline.checkpoint.parts import shard_of
 from pipeline.checkpoint.planned import Plan
 from pipeline.checkpoint.reshard import plan
 from pipeline.errors import ConfigError, Damaged
@@ -48,17 +49,6 @@ class ShardOnDisk(NamedTuple):
         for info in self.stored.manifest.files:
             check_listed(self.stored, info)
         return read_values(self.stored)
-
-
-def shard_of(stored: Stored, rank: int) -> Stored:
-    """Return a rank's part of a generation as if it were one, without the trainer's files."""
-    prefix = shard_prefix(rank)
-    files = [
-        msgspec.structs.replace(info, path=info.path.removeprefix(prefix))
-        for info in stored.manifest.files
-        if info.path.startswith(prefix)
-    ]
-    return Stored(os.path.join(stored.folder, prefix), msgspec.structs.replace(stored.manifest, files=files))
 
 
 def trainer_of(stored: Stored) -> Stored:

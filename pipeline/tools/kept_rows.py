@@ -20,10 +20,10 @@ from pipeline.buffer.transitions.compressed import unpacked
 from pipeline.buffer.transitions.layout import END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, MadeOf
+from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.loading import blocks_of, read_values
 from pipeline.replay.moving import write_back_into, written_of
-from pipeline.replay.shards import shard_of
 from pipeline.replay.state import VALUES_FOLDER, BufferState, Ends, read_buffer_state
 from pipeline.store.files import plain_handle
 from pipeline.store.held import HeldSegments

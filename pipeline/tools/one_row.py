@@ -12,9 +12,9 @@ from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE, TERMINATED, TRUNCATED, VERSION
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
+from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.loading import read_values
-from pipeline.replay.shards import shard_of
 from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
 from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.replay.trajectory_loading import read_infos

@@ -186,7 +186,8 @@ class Job:
         layout = Layout(output.folder)
         run = layout.create_folders(output.files)
         # Names of episodes are of a life: those that the job itself gives are of none that was, and none that comes.
-        life = life_after(self.source.layout, self.source.stored.manifest.incarnation) - (not self.partial)
+        life = life_after(self.source.layout, self.source.stored.manifest.incarnation)
+        life = life if self.partial else life - 1
         with contextlib.ExitStack() as stack:
             aside = self._scattered(layout, output.files, stack, told)
             generation = GenerationWriter(layout, output.files, 0)

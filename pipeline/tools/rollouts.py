@@ -170,8 +170,9 @@ class RolloutReaders:
 
     def take(self, logged: Logged) -> None:
         """Take in the next event, if it counts."""
-        for part in self.parts:
-            part.take(logged)
+        at = logged.rank if len(self.parts) > 1 else 0
+        if at < len(self.parts):
+            self.parts[at].take(logged)
 
     @property
     def wrong(self) -> str | None:

@@ -17,9 +17,9 @@ from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.layout import CUT, END, EPISODE, OPEN, PLACE, TERMINATED, TRUNCATED, VERSION
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import Damaged, StoreError
 from pipeline.replay.loading import read_values
-from pipeline.replay.shards import shard_of
 from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
 from pipeline.replay.trajectory_loading import read_infos
 from pipeline.replay.trajectory_state import STATE_FILE as TRAJECTORIES_FILE

@@ -10,7 +10,7 @@ import msgspec
 from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
-from pipeline.checkpoint.salvage import salvage
+from pipeline.checkpoint.salvage import check_target, salvage
 from pipeline.errors import ConfigError
 from pipeline.replay.salvaging import SavedRows, whole_rows, write_rows
 from pipeline.replay.salvaging_trajectories import SavedTrajectories, whole_trajectories, write_trajectories
@@ -111,7 +111,7 @@ def salvage_run(
     if kind not in (REPLAY, TRAJECTORIES, SHARDS):
         files = Rehearsal(tell) if rehearse else Counting(Copying(), tell)
         return salvage(directory, target, step=step, files=files, called=name)
-    _check_target(found.path, os.path.abspath(target))
+    check_target(found.path, os.path.abspath(target))
     return _of_buffer(found, kind, os.path.abspath(target), step, name, Counting(Copying(), tell), rehearse=rehearse)
 
 
@@ -174,11 +174,3 @@ def _told(saved: _Saved, name: str, run_id: str, origin: str) -> SalvagedRows | 
         trajectories_kept=saved.kept,
         trajectories_lost=saved.missing,
     )
-
-
-def _check_target(source: str, target: str) -> None:
-    """Refuse a target that holds something, or that would change the damaged run."""
-    if os.path.commonpath([os.path.realpath(source), os.path.realpath(target)]) == os.path.realpath(source):
-        raise ConfigError.of("OUT", target, f"must not lie in the run to be salvaged, {source}")
-    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-        raise ConfigError.of("OUT", target, "it is there already, and is not written over")

@@ -15,11 +15,12 @@ import numpy as np
 from pipeline.checkpoint.generations import check_generation, find_generations
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, FileInfo, Manifest, ShardInfo
+from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import ConfigError, Damaged, ForebayError, UsageError, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.moving import Gone
 from pipeline.replay.salvage_choice import Chosen, choose_generation, of_trainer, payload_loss, salvage_notes
-from pipeline.replay.shards import ShardOnDisk, read_shard, shard_of
+from pipeline.replay.shards import ShardOnDisk, read_shard
 from pipeline.replay.state import BufferState
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout

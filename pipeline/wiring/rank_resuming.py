@@ -16,7 +16,7 @@ import msgspec
 
 from pipeline.checkpoint.generations import Stored, check_generation, check_listed, choose, find_generations, of_kind
 from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS_FOLDER
-from pipeline.checkpoint.parts import PartLayout, part_of
+from pipeline.checkpoint.parts import PartLayout, shard_of
 from pipeline.distributed import Ranks
 from pipeline.errors import Damaged, RankFailed
 from pipeline.records import Opened
@@ -121,7 +121,7 @@ class RankResuming:
         if manifest.kind == PIPELINE:  # of one process: it is all of it
             check_generation(stored, later=[info.path for _, info in stored.trainer_files()])
             return recovered_of(state, origin, stored, self._reusable)
-        part = part_of(stored, rank)
+        part = shard_of(stored, rank)
         if not part.manifest.files:
             raise Damaged(f"{part.folder}: the part of rank {rank} is missing. resume() an older generation")
         for info in part.manifest.files:

@@ -16,12 +16,12 @@ from pipeline.buffer.transitions.compressed import unpacked
 from pipeline.buffer.transitions.layout import BEHIND
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS
+from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.loading import read_values
 from pipeline.replay.moving import written_of
 from pipeline.replay.pooling import block_of
-from pipeline.replay.shards import shard_of
 from pipeline.replay.state import BufferState, Ends, read_buffer_state
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
