@@ -6,6 +6,7 @@ import contextlib
 import os
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block
@@ -62,7 +63,8 @@ def load_partly(store: Reached, options: ReplayOptions, stored: Stored, like: Ri
     else:
         shard = ShardOnDisk(0, stored, state, unknown, EpisodeTable.none(), blocks)
         found = _looked_through(store, shard)
-        shard = shard._replace(table=found.table)
+        cut = [*state.cut_keys, *found.left.tolist()]
+        shard = shard._replace(table=found.table, state=msgspec.structs.replace(state, cut_keys=cut))
     moving = Moving(store, alone(), options, stored, like, shards=[shard], partial=True)
     read = moving.rows(rebalance=False, evict=True).read
     if found is None:
@@ -95,10 +97,12 @@ class _Seen(NamedTuple):
     Attributes:
         table: the episodes of which rows are there.
         hurt: how many of them lack others.
+        left: keys of the last rows that are there of those whose end is not: they were left there.
     """
 
     table: EpisodeTable
     hurt: int
+    left: Ints
 
 
 def _looked_through(store: Reached, shard: ShardOnDisk) -> _Seen:
@@ -120,7 +124,7 @@ def _looked_through(store: Reached, shard: ShardOnDisk) -> _Seen:
                 names = (EPISODE, PLACE, BEHIND, END)
                 parts.append((keys[there], *(arrays[name][there].astype(np.int64) for name in names)))
     if not parts:
-        return _Seen(EpisodeTable.none(), 0)
+        return _Seen(EpisodeTable.none(), 0, np.empty(0, np.int64))
     keys, numbers, rows, behind, ends = (np.concatenate(each) for each in zip(*parts, strict=True))
     keys, at = np.unique(keys, return_index=True)  # blocks may have rows in common
     numbers, rows, behind, ends = (each[at] for each in (numbers, rows, behind, ends))
@@ -132,4 +136,4 @@ def _looked_through(store: Reached, shard: ShardOnDisk) -> _Seen:
     ended = np.array([*state.cut_keys, *state.truncated_keys, *opened.values()], np.int64)
     going_on = (ends[last] == 0) & ~np.isin(keys[last], ended)
     hurt = np.union1d(numbers[cut_off], numbers[last][going_on])
-    return _Seen(table, len(hurt))
+    return _Seen(table, len(hurt), keys[last][going_on])

@@ -91,7 +91,7 @@ class _Job(Job):
     @property
     def _own_goes(self) -> bool:
         """Whether what ranks have attached for themselves comes along: that of all, or of none."""
-        return not self.lost and not any(path.split("/")[0] == "shards" for path in self._chosen.left_out)
+        return not any(f"/{OWN_FOLDER}/" in path for path in self._chosen.left_out)
 
     def files(self) -> list[tuple[str, FileInfo]]:
         stored = self.source.stored

@@ -127,6 +127,18 @@ def test_it_holds_what_a_partial_resume_holds(tmp_path: Path, policy: str) -> No
     }
 
 
+def test_parts_of_episodes_get_names_that_no_episode_has(tmp_path: Path) -> None:
+    """Where all episodes of the run are still there, from the first one on."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    saved(run, 2, capacity=400)
+    damage(run, "several", rank=0)
+    damage(run, "flipped", rank=1)
+    assert salvaged(run, out).episodes_split > 2
+    named = Counter(uids(out))
+    assert max(named.values()) == 1, named
+    loaded(out, 2)
+
+
 def test_of_whole_shards_everything_comes_along(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     before = saved(run)
@@ -165,7 +177,7 @@ class Own:
         self.value = int(state["value"])
 
 
-@pytest.mark.parametrize("hurt", ["nothing", "own", "model", "shard"])
+@pytest.mark.parametrize("hurt", ["nothing", "own", "model", "shard", "values"])
 def test_what_was_attached_comes_along_where_it_is_whole(tmp_path: Path, hurt: str) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
 
@@ -188,10 +200,12 @@ def test_what_was_attached_comes_along_where_it_is_whole(tmp_path: Path, hurt: s
         flip_byte(folder / "trainer" / "model.safetensors", 200)
     elif hurt == "shard":
         damage(run, "no shard", 1)
+    elif hurt == "values":
+        damage(run, "changed values", 1)
     found = salvaged(run, out)
-    assert found.rows_lost == (27 if hurt == "shard" else 0)
+    assert found.rows_lost == (27 if hurt in ("shard", "values") else 0)
     there = fine(on_ranks(2, lambda ranks: live(out, ranks, first=False)))
-    owned = [(10, 11) if hurt in ("nothing", "model") else (0, 0)]
+    owned = [(10, 11) if hurt in ("nothing", "model", "values") else (0, 0)]
     assert [tuple(own for own, _ in there)] == owned
     assert [model for _, model in there] == [0 if hurt == "model" else 99] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,21 @@ def test_the_tasks_are_counted_over_all_ranks(run: Any) -> None:
         assert each.finished >= MEMBERS * each.states["trained"]
         if len(steps) == 3:  # what a life has taken over from others, its journals do not tell
             assert each.rewards.count == each.finished == each.lengths.count
+
+
+def test_an_older_generation_is_counted_without_what_other_ranks_made_of_it(tmp_path: Path) -> None:
+    life(tmp_path, 2, 3, archive="all", keep=None)
+    newest = max((tmp_path / "generations").iterdir())
+    before = inspect(newest).tasks
+    assert sum(each.states["trained"] for each in before) == 3 * GROUPS
+    later = life(tmp_path, 3, 3, archive="all", keep=None)
+    assert sum(each.states["trained"] for each in inspect(tmp_path).tasks) == 6 * GROUPS
+    found = inspect(newest)
+    assert not found.notes
+    assert found.tasks == before
+    for uid in sorted(uid for groups in later.values() for uid in groups)[:6]:
+        with suppress(ConfigError):  # perhaps nobody had claimed it by then
+            assert show_item(newest, uid).facts["state"] != "trained"
 
 
 def test_every_item_is_shown_whichever_rank_has_it(run: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import structlog
 
-from pipeline.buffer.transitions.layout import EPISODE, PLACE
+from pipeline.buffer.transitions.layout import END, EPISODE, PLACE
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import find_generations
 from pipeline.distributed import Ranks
@@ -101,6 +101,9 @@ def check_sequences(buffer: ReplayBuffer) -> None:
     episodes, places = buffer.ring.mark(EPISODE, keys), buffer.ring.mark(PLACE, keys)
     for episode in np.unique(episodes):
         assert sorted(places[episodes == episode].tolist()) == list(range(int((episodes == episode).sum())))
+    last = keys[np.unique(episodes[::-1], return_index=True)[1] * -1 - 1]
+    ended = buffer.ring.mark(END, last) != 0
+    assert set(last[~ended].tolist()) == {key for _, key, *_ in buffer.ring.episodes.state()}, "or it was left there"
 
 
 @pytest.mark.parametrize("policy", ["keep", "truncate", "drop"])

@@ -331,6 +331,30 @@ def test_what_comes_in_the_last_moment_has_come() -> None:
     assert Ranks(late, 0, 2, timeout_s=0.1).all("late", "own") == ["own", "value"]
 
 
+def test_nobody_lingers_for_a_rank_that_was_lost() -> None:
+    given: Any = ranks_of(1)[0]._given
+    waited: list[list[str]] = []
+
+    class Counted:
+        def clone(self) -> Counted:
+            return self
+
+        def wait(self, keys: list[str], limit: timedelta) -> None:
+            waited.append(keys)
+            raise RuntimeError("Wait timeout")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(given, name)
+
+    counted: Any = Counted()
+    ranks = Ranks(counted, 0, 3, timeout_s=0.1)
+    with pytest.raises(RankLost):
+        ranks.hear("save", ranks.tell("save"), [0, 1])
+    assert len(waited) == 1
+    ranks.linger("save", 0, [1, 2])
+    assert [keys[0][-1] for keys in waited[1:]] == ["2"], "who was not waited for yet may be about to come"
+
+
 def test_a_rank_that_does_not_save_is_named(tmp_path: Path) -> None:
     def train(ranks: Ranks) -> str:
         with ReplayBuffer(64, directory=tmp_path, ranks=ranks) as buffer:

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import Context, ForebayError, Item, NotARun, Rollout
 from pipeline.cli import main
-from pipeline.tools import inspect, sample_run, show_item
+from pipeline.tools import inspect, rows, sample_run, show_item
 from pipeline.tools.figures import BINS, Figures
 from tests.support import kept
 from tests.support.crashes import Trained, begin, crashed_copy, inline_pipeline
@@ -241,3 +241,25 @@ def test_whatever_is_damaged_the_error_is_a_clear_one(name: str, tmp_path: Path)
             with suppress(ForebayError):
                 look(str(copy))
         shutil.rmtree(copy)
+
+
+def test_rows_that_lie_in_two_blocks_are_counted_once(run_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (before,) = inspect(kept.transitions(run_directory)).buffers
+    blocks: Any = getattr(rows, "read_blocks")  # noqa: B009
+    monkeypatch.setattr(rows, "read_blocks", lambda path: [*blocks(path), *blocks(path)])
+    (after,) = inspect(run_directory).buffers
+    assert after.blocks == 2 * before.blocks
+    for name in ("rewards", "lengths", "priorities", "versions", "ends"):
+        assert getattr(after, name) == getattr(before, name), name
+
+
+def test_numbers_in_parts_come_to_what_they_come_to_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = np.random.default_rng(3).normal(size=1000)
+    given[::50] = np.nan
+    at_once = Figures.of(given)
+    assert sum(at_once.spread) == at_once.count == 980
+    monkeypatch.setattr("pipeline.tools.figures._AT_ONCE", 7)
+    in_parts = Figures.of(given)
+    assert in_parts.spread == at_once.spread
+    assert (in_parts.least, in_parts.most, in_parts.not_finite) == (at_once.least, at_once.most, 20)
+    assert in_parts.mean == pytest.approx(at_once.mean)
