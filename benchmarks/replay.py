@@ -2,8 +2,8 @@
 
 M: rows of 17 + 6 + 1 + 17 float32 and a bool, 1,000,000 of them. A: two images of 4 x 84 x 84 bytes in each row, beside
 the action, the reward and the bool, 20,000 of them. Every buffer is full, and one row in a thousand ends its episode.
-In each round every side takes its turn with the same number of calls; medians of the rounds are shown. A sampled batch
-counts with every column read, as tensors and as arrays.
+In each round every side takes its turn with the same number of calls, after a tenth as many that do not count; medians
+of the rounds are shown. A sampled batch counts with every column read, as tensors and as arrays.
 
 Peers are measured by the interpreters that ``FOREBAY_PEERS_PYTHON`` (several: like ``PATH``) and
 ``FOREBAY_TORCHRL_PYTHON`` name, if they do: see ``replay_peers.py``. A peer that none of them has is left out.

@@ -169,29 +169,36 @@ def _flag(name: str, flag: Any) -> bool:
     return bool(_flags(name, np.asarray(flag)[None], 1)[0])
 
 
-def keys_of(keys: ArrayLike, end: int, first: int = 0) -> Ints:
-    """Return keys [n], all of them from ``first`` on and below ``end``.
+def keys_of(keys: ArrayLike) -> Ints:
+    """Return keys [n].
 
     Raises:
-        ConfigError: one was never the key of a row.
+        ConfigError: they are no whole numbers.
     """
     where = np.asarray(keys).reshape(-1)
     if where.dtype.kind not in "iu" and len(where):
         raise ConfigError.of("keys", where.dtype, "whole numbers, such as batch.keys, are needed")
-    where = where.astype(np.int64, copy=False)
-    unknown = np.flatnonzero((where < first) | (where >= end))
+    return where.astype(np.int64, copy=False)
+
+
+def check_known(keys: Ints, end: int, first: int = 0) -> None:
+    """Refuse keys that are not all from ``first`` on and below ``end``.
+
+    Raises:
+        ConfigError: one was never the key of a row.
+    """
+    unknown = np.flatnonzero((keys < first) | (keys >= end))
     if len(unknown):
-        raise ConfigError.of("keys", int(where[unknown[0]]), "it was never the key of a row of this buffer")
-    return where
+        raise ConfigError.of("keys", int(keys[unknown[0]]), "it was never the key of a row of this buffer")
 
 
-def priorities_of(keys: ArrayLike, priorities: Any, end: int, first: int = 0) -> tuple[Ints, np.ndarray]:
+def priorities_of(keys: ArrayLike, priorities: Any) -> tuple[Ints, np.ndarray]:
     """Return keys, and as many priorities.
 
     Raises:
-        ConfigError: one of them is negative or not finite, or was never the key of a row, or the numbers differ.
+        ConfigError: one of them is negative or not finite, or a key is no whole number, or the numbers differ.
     """
-    where = keys_of(keys, end, first)
+    where = keys_of(keys)
     if hasattr(priorities, "detach"):
         priorities = priorities.detach().cpu()
         if not priorities.is_complex():
@@ -205,7 +212,7 @@ def priorities_of(keys: ArrayLike, priorities: Any, end: int, first: int = 0) ->
         raise ConfigError.of("priorities", len(values), f"as many as keys are needed: {len(where)}")
     if not len(values):
         return where, values
-    if not (values.min() >= 0 and values.max() < np.inf):  # what is no number is neither
+    if not (np.minimum.reduce(values) >= 0 and np.maximum.reduce(values) < np.inf):  # what is no number is neither
         wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
         raise ConfigError.of(
             "priorities", float(values[wrong[0]]), f"finite numbers from 0 on are needed; number {wrong[0]} is none"

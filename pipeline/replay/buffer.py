@@ -23,7 +23,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, UsageError
 from pipeline.replay.adding_verbs import DEFAULT, AddingVerbs
 from pipeline.replay.aio import AsyncReplayBuffer
-from pipeline.replay.arguments import priorities_of, whole
+from pipeline.replay.arguments import check_known, priorities_of, whole
 from pipeline.replay.feeding import Inside, ReplayFeed, check_feedable
 from pipeline.replay.folder_verbs import due_of, not_after_fork
 from pipeline.replay.handles import ReplayHandle
@@ -291,11 +291,12 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
         """
         with self.gate.lock:
             self._usable()
-            where, values = priorities_of(keys, priorities, self.ring.keys_end, -int(self.ring.scattered))
+            where, values = priorities_of(keys, priorities)
             applied = self.ring.alive(where)
             if np.count_nonzero(applied) == len(where):
                 self._drawer.update(where, values)
             else:
+                check_known(where, self.ring.keys_end, -int(self.ring.scattered))
                 self._drawer.update(where[applied], values[applied])
                 self._saver.stale_updates += len(where) - int(applied.sum())
         return Updated(applied)

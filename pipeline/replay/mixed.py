@@ -17,7 +17,7 @@ from pipeline.config import MixtureOptions
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.adding_verbs import DEFAULT
-from pipeline.replay.arguments import priorities_of, whole
+from pipeline.replay.arguments import check_known, priorities_of, whole
 from pipeline.replay.buffer import ReplayBuffer, Updated
 from pipeline.replay.gate import holding
 from pipeline.replay.state import generator_state, set_generator
@@ -208,7 +208,8 @@ class MixedReplay:
             ConfigError: one of them is negative or not finite, or their number is another.
         """
         self._check_own(batch)
-        keys, values = priorities_of(batch.keys, priorities, 2**63 - 1)
+        keys, values = priorities_of(batch.keys, priorities)
+        check_known(keys, 2**63 - 1)
         takers = [name for name in self._takers if batch.is_of(name).any()]
         for name in takers:
             self._buffers[name].drawer.check_priorities(values[batch.is_of(name)])

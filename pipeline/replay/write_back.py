@@ -15,7 +15,7 @@ from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.writing import Written
 from pipeline.config import ReplayOptions
 from pipeline.errors import ConfigError
-from pipeline.replay.arguments import keys_of
+from pipeline.replay.arguments import check_known, keys_of
 from pipeline.replay.gate import Gate
 
 Ints = np.ndarray
@@ -67,7 +67,8 @@ class WriteBackVerb:
         """
         with self.gate.lock:
             self._usable()
-            where = keys_of(keys, self.ring.keys_end, -int(self.ring.scattered))
+            where = keys_of(keys)
+            check_known(where, self.ring.keys_end, -int(self.ring.scattered))
             arrays = self._columns(columns, len(where))
             expected = _versions(versions, len(where))
             there = self.ring.alive(where)

@@ -73,9 +73,9 @@ class PriorityDrawer(Drawer):
             self._set(self.ring.slots(self.ring.newest(first, self.ring.added - first)), value)
 
     def _set(self, slots: Ints, values: Floats | float) -> None:
-        held = np.broadcast_to(np.asarray(values, np.float64), slots.shape)
-        self.tree.set(slots, held)
-        self.ring.revalued(slots, self.tree.values[slots])
+        self.tree.set(slots, np.broadcast_to(values, slots.shape) if isinstance(values, float) else values)
+        if self.ring.scattered:  # in a ring the oldest go first, whatever they are worth
+            self.ring.revalued(slots, self.tree.values[slots])
 
     def new_value(self) -> float:
         """Return the value that a row gets which is added now."""
@@ -99,11 +99,15 @@ class PriorityDrawer(Drawer):
         """
         given = priorities + self.options.eps
         with np.errstate(over="ignore", under="ignore"):
-            # What is more than 0 stays so, whatever is lost to rounding; and 0 to the power of 0 is not 1 here.
-            values = np.where(given > 0, np.maximum(given**self.options.alpha, _LEAST), 0.0)
+            values = given**self.options.alpha
+        # What is more than 0 stays so, whatever is lost to rounding; and 0 to the power of 0 is not 1 here.
+        if not np.minimum.reduce(given, initial=np.inf) > 0:
+            values = np.where(given > 0, np.maximum(values, _LEAST), 0.0)
+        else:
+            np.maximum(values, _LEAST, out=values)
         most = self._most
-        wrong = np.flatnonzero(~(values <= most))
-        if len(wrong):
+        if not np.maximum.reduce(values, initial=0.0) <= most:
+            wrong = np.flatnonzero(~(values <= most))
             raise ConfigError.of(
                 option,
                 float(priorities[wrong[0]]),
@@ -168,7 +172,7 @@ class PriorityDrawer(Drawer):
     def update(self, keys: Ints, priorities: Floats) -> None:
         self._settle()
         values = self._powers("priorities", priorities)
-        self._ever = max(self._ever, float(values.max(initial=0.0)))
+        self._ever = max(self._ever, float(np.maximum.reduce(values, initial=0.0)))
         self._set(self.ring.slots(keys), values)
 
     def state(self) -> dict[str, Any]:

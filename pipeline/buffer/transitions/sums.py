@@ -15,6 +15,7 @@ import numpy as np
 FAN = 16
 Floats = np.ndarray
 Ints = np.ndarray
+_THREE = np.arange(3)[:, None]
 _SMALL = 10_000  # values below which a tree is not worth the second that it takes to import a compiler
 
 
@@ -140,30 +141,37 @@ class SumTree:
             nodes = np.zeros(len(masses), np.int64)
             self._loops.find(self._flat, self._starts, np.ascontiguousarray(masses, np.float64), nodes)
             return nodes
-        count = len(masses)
-        rows = np.arange(count)
-        # One node serves all masses at the top.
-        edges = np.zeros(len(self._sums[-2]) + 1)
-        self._sums[-2].cumsum(out=edges[1:])
-        left = np.minimum(masses, np.nextafter(edges[-1], 0))
-        nodes = edges[1:].searchsorted(left, side="right").astype(np.int64, copy=False)
-        left = left - edges.take(nodes)
-        for level in range(len(self._sums) - 3, -1, -1):
+        left, nodes = masses, np.zeros(len(masses), np.int64)
+        which = np.arange(len(masses))
+        for level in range(len(self._sums) - 2, -1, -1):
             first = nodes * FAN
-            before = np.zeros((FAN + 1, count))  # [i]: the sum of the children before i
-            upto = before[1:]
-            self._sums[level].take(first + self._fan, out=upto, mode="clip")
-            last = before[1]
-            for each in before[2:]:  # a call of `accumulate` takes longer
-                np.add(last, each, each)
-                last = each
-            # The last child with a value ends the search: rounding may leave a mass beyond the sum of a node.
-            beyond = np.minimum(left, np.nextafter(last, 0))
-            chosen = np.add.reduce((upto <= beyond).view(np.int8), axis=0, dtype=np.int8).astype(np.int64)
-            left = beyond - before.take(chosen * count + rows)
+            children = self._sums[level].take(first + self._fan, mode="clip")
+            # In this order, and not in one that costs less here: see `compiled`, whose bits these are.
+            halves = children.reshape(4, 2, 2, -1)
+            halves = halves[:, 0] + halves[:, 1]
+            chosen, left = _passed(halves[:3, 0] + halves[:3, 1], left)
+            chosen *= 4
+            within, left = _passed(children[chosen + _THREE, which], left)
+            chosen += within
+            value = children[chosen, which]
+            while not np.minimum.reduce(value, initial=1.0) > 0:  # rounding left a mass beyond the sum of those before
+                beyond = value <= 0
+                chosen -= beyond
+                value = children[chosen, which]
+                left = np.where(beyond, value, left)
             nodes = first + chosen
         places: Ints = nodes
         return places
+
+
+def _passed(values: Floats, masses: Floats) -> tuple[Ints, Floats]:
+    """Return how many of three values [3, n], added up, each mass [n] is beyond, and what is left of it then."""
+    first = values[0]
+    second = first + values[1]
+    third = second + values[2]
+    beyond = [first <= masses, second <= masses, third <= masses]
+    count = np.add.reduce(beyond, axis=0, dtype=np.int64)
+    return count, masses - np.where(beyond[2], third, np.where(beyond[1], second, np.where(beyond[0], first, 0.0)))
 
 
 def _loops() -> Any:
