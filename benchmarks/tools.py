@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import median
 
 import torch
@@ -80,8 +81,12 @@ class Bench:
             "sample": ["sample", both, "-n", "16"],
             "split": ["split", both, "--fraction", "0.5", "--out", self.place("one"), self.place("other")],
             "reshard": ["reshard", both, "--to", "3", "--out", self.place("shards")],
-            "export": ["export", both, self.place("rows"), "--to", "safetensors"],
+            "salvage": ["salvage", both, self.place("salvaged")],
         }
+        for to in ("safetensors", "parquet", "datasets", "jsonl"):
+            if to in ("safetensors", "jsonl") or find_spec("datasets") is not None:
+                commands[f"export to {to}"] = ["export", both, self.place(f"rows-{to}"), "--to", to]
+                commands[f"import of {to}"] = ["import", self.place(f"rows-{to}"), self.place(f"of-{to}")]
         for name, command in commands.items():
             yield Row(
                 name=f"peak memory of {name}, {size / GB:g} GB",
