@@ -21,11 +21,12 @@ from pipeline.store.segments import Block
 
 Ints = np.ndarray
 
-STEPS, ENVS, LENGTH, WEIGHTS, INCARNATION, RANK, SEGMENT, OFFSET, BYTES, DATA = range(10)
-"""Columns of the table: T, B, ``max_episode_length``, and which of :attr:`Shelf.weights` made it; where the payload
-lies (incarnation -1: not on the disk), and where in the file its data begin (0: nobody has looked yet)."""
+STEPS, ENVS, LENGTH, WEIGHTS, KEY, INCARNATION, RANK, SEGMENT, OFFSET, BYTES, DATA = range(11)
+"""Columns of the table: T, B, ``max_episode_length``, and which of :attr:`Shelf.weights` made it; the number that the
+payload has it under, where that lies (incarnation -1: not on the disk), and where in the file its data begin (0: nobody
+has looked yet)."""
 _LEAST_SHRUNK = 4 << 20  # bytes
-_NOWHERE = (-1, 0, 0, 0, 0, 0)
+_NOWHERE = (0, -1, 0, 0, 0, 0, 0)
 
 
 class Rows(NamedTuple):
@@ -104,12 +105,13 @@ class Shelf:
         at = np.searchsorted(starts, rows, side="right") - 1
         return at + self._base, rows - starts[at]
 
-    def placed(self, block: Block) -> None:
-        """Note where a trajectory lies on the disk, if it is there still."""
-        if block.first < self._base:
+    def placed(self, number: int, block: Block) -> None:
+        """Note where a trajectory lies on the disk, if it is there still. Its payload may have been written under
+        another number: ``block.first``."""
+        if number < self._base:
             return
-        place = (block.incarnation, block.rank, block.segment, block.offset, block.length, 0)
-        self._table[block.first - self._origin, INCARNATION:] = place
+        place = (block.first, block.incarnation, block.rank, block.segment, block.offset, block.length, 0)
+        self._table[number - self._origin, KEY:] = place
 
     def note_data(self, number: int, begin: int) -> None:
         """Note where in its file the data of a trajectory begin."""
@@ -121,9 +123,11 @@ class Shelf:
         found: list[int] = self._table[number - self._origin].tolist()
         return found
 
-    def block(self, number: int) -> Block:
-        """Return where a trajectory lies on the disk."""
-        return Block(number, 1, *self.entry(number)[INCARNATION : BYTES + 1])
+    def payload(self, number: int) -> tuple[Block, TrajectoryInfo]:
+        """Return where a trajectory lies on the disk, and what is said of it there."""
+        steps, envs, length, weights, key, *place = self.entry(number)[:DATA]
+        info = TrajectoryInfo(key, steps * envs, (steps, envs), length, self.weights[weights])
+        return Block(key, 1, *place), info
 
     def segments(self) -> frozenset[SegmentKey]:
         """Return the segments in which something lies that is there."""
@@ -212,8 +216,14 @@ class Shelf:
     def note_written(self, blocks: Iterable[Block], upto: int) -> None:
         """Note what was written, in the order of the numbers, before ``upto``."""
         for block in blocks:
-            self.placed(block)
+            self.placed(block.first, block)
         self.written = max(self.written, upto)
+
+    def note_there(self, blocks: Iterable[Block]) -> None:
+        """Note that all trajectories are on the disk for good, and where, oldest first."""
+        for number, block in enumerate(blocks, self.low):
+            self.placed(number, block)
+        self.written = self.synced = self.next
 
     def source(self, number: int) -> Rows:
         """Return where the rows of a trajectory lie that is in memory."""

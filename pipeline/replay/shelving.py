@@ -18,7 +18,7 @@ from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import WriteFailed
 from pipeline.replay.gate import Gate
 from pipeline.replay.job import Listing, Piece
-from pipeline.replay.shelf import INCARNATION, Shelf, live_bytes
+from pipeline.replay.shelf import DATA, KEY, Shelf, live_bytes
 from pipeline.replay.state import encode_state
 from pipeline.replay.store import ReplayStore
 from pipeline.replay.trajectory_blobs import BlobLayout
@@ -211,8 +211,7 @@ class TrajectoryJob:
             self._shelving.synced(shelf)
             self.close()
             used = self._shelving.used()
-        columns = [np.arange(self._low, self._end), np.ones(self._end - self._low, np.int64)]
-        raw = np.column_stack([*columns, table[:, INCARNATION:-1]]).tolist()
+        raw = np.insert(table[:, KEY:DATA], 1, 1, axis=1).tolist()  # as blocks, of one trajectory each
         return Listing([], msgspec.msgpack.encode(raw), live_bytes(table), used)
 
     def described(self, unknown: dict[str, object]) -> tuple[str, bytes]:

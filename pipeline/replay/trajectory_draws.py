@@ -10,15 +10,23 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Arrays
 from pipeline.replay.flattening import TrajectoryInfo
 from pipeline.replay.segment_rows import MOST_OPEN, Chosen, SegmentFile, SegmentRows, read_rows
-from pipeline.replay.shelf import BYTES, DATA, INCARNATION, Ints, Shelf
+from pipeline.replay.shelf import DATA, Ints, Shelf
 from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.store.layout import SegmentKey
 from pipeline.store.segments import Block
 
 
 class _Group(NamedTuple):
-    """The rows of one trajectory that were drawn."""
+    """The rows of one trajectory that were drawn.
 
+    Attributes:
+        number: of the trajectory.
+        block, info: where it lies, and what is said of it there.
+        data: where in the file its data begin; 0: nobody has looked yet.
+        rows, targets: which rows, and where they are to go.
+    """
+
+    number: int
     block: Block
     data: int
     info: TrajectoryInfo
@@ -68,12 +76,12 @@ class Draw:
 
     def _read(self, groups: Sequence[_Group], files: dict[SegmentKey, SegmentFile]) -> None:
         chosen = []
-        for block, data, info, rows, targets in groups:
+        for number, block, data, info, rows, targets in groups:
             file = files[block.segment_key]
             if not data:
-                checked = block.first >= self.shelf.unchecked
+                checked = number >= self.shelf.unchecked
                 data = self._files.find_data(file, block, info, self._blobs, checked=checked)
-                self.found_data[block.first] = data
+                self.found_data[number] = data
             chosen.append(Chosen(file, data, info.num_samples, rows, targets))
         if chosen:
             read_rows(self._blobs, chosen, self._into)
@@ -90,7 +98,7 @@ def _groups(shelf: Shelf, rows: Ints, targets: Ints) -> list[_Group]:
     ends = [*begins[1:].tolist(), len(of)]
     groups = []
     for number, begin, end in zip(numbers.tolist(), begins.tolist(), ends, strict=True):
-        entry = shelf.entry(number)
-        block = Block(number, 1, *entry[INCARNATION : BYTES + 1])
-        groups.append(_Group(block, entry[DATA], shelf.info(number), places[begin:end], targets[begin:end]))
+        block, info = shelf.payload(number)
+        data = shelf.entry(number)[DATA]
+        groups.append(_Group(number, block, data, info, places[begin:end], targets[begin:end]))
     return groups

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
+from pipeline.buffer.transitions.columns import Schema
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.errors import ConfigError, Damaged, StoreError
 from pipeline.replay.ahead import ahead
 from pipeline.replay.flattening import TrajectoryInfo
-from pipeline.replay.loading import read_values
+from pipeline.replay.loading import Lost, read_values
 from pipeline.replay.shelf import Shelf
 from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.replay.trajectory_state import STATE_FILE, TrajectoryState, decode_state, from_values
@@ -43,6 +44,11 @@ class ReadTrajectories(NamedTuple):
     shelf: Shelf
     blocks: list[Block]
     """Empty: where trajectories lie the shelf knows."""
+    lost: Lost = Lost()
+    own: dict[str, Any] | None = None
+    """What this rank had attached for itself; None: that is not loaded."""
+    left: tuple[str, ...] = ()
+    """Names of what ranks had attached for themselves and is not loaded."""
 
 
 def read(
@@ -59,23 +65,65 @@ def read(
     states = read_generation(stored, attached)
     state, unknown, infos = read_infos(stored)
     blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), state)
-    drop = 0 if room.capacity is None else max(0, state.size - room.capacity)
-    shelf = Shelf(state.trajectory_counter - state.size + drop)
-    shelf.enter(infos[drop:])
-    shelf.note_written(blocks[drop:], shelf.next)
-    shelf.synced = shelf.next
-    if state.schema is not None:
-        cached = shelf.low if room.cache is None else max(shelf.low, shelf.next - room.cache)
-        shelf.fill(state.schema, cached)
-        reader = PayloadReader(layout, run_tag)
-        others = blocks[drop : drop + cached - shelf.low]
-        if verify == "full":
-            reader.verify(block.place for block in others)
-        else:
-            _check_sizes(layout, others)
-            shelf.unchecked = cached
-        _read_cached(reader, shelf, blocks[drop + cached - shelf.low :], layout)
+    shelf = Reading(layout, run_tag, room, verify).shelf(state.schema, infos, blocks, state.trajectory_counter)
     return ReadTrajectories(stored, state, unknown, states, shelf, [])
+
+
+class Reading:
+    """Reads trajectories out of segments; see :func:`read`. Blocks."""
+
+    def __init__(self, layout: Layout, run_tag: int, room: Room, verify: Verify) -> None:
+        self._layout, self._room, self._verify = layout, room, verify
+        self._reader = PayloadReader(layout, run_tag)
+        self.bytes_read = 0
+        """Of payloads."""
+
+    def shelf(
+        self, schema: Schema | None, infos: Sequence[TrajectoryInfo], blocks: Sequence[Block], end: int
+    ) -> Shelf:
+        """Return a shelf of trajectories, of which as many as there is room for: the newest.
+
+        Args:
+            schema: their columns; None: there are none.
+            infos: what is known of each, oldest first. Of the numbers in them none counts.
+            blocks: where they lie, and under which numbers.
+            end: the number of the next one that comes.
+
+        Raises:
+            Damaged, StoreError: one cannot be read.
+            ConfigError: they do not fit into memory.
+        """
+        room, count = self._room, len(infos)
+        drop = 0 if room.capacity is None else max(0, count - room.capacity)
+        infos, blocks = infos[drop:], blocks[drop:]
+        shelf = Shelf(end - len(infos))
+        shelf.enter(infos)
+        shelf.note_there(blocks)
+        if schema is None:
+            return shelf
+        cached = shelf.low if room.cache is None else max(shelf.low, shelf.next - room.cache)
+        shelf.fill(schema, cached)
+        others, inside = blocks[: cached - shelf.low], blocks[cached - shelf.low :]
+        if self._verify == "full":
+            self._reader.verify(block.place for block in others)
+        else:
+            _check_sizes(self._layout, others)
+            shelf.unchecked = cached
+        self._into_memory(shelf, inside)
+        self.bytes_read += sum(each.length for each in (blocks if self._verify == "full" else inside))
+        return shelf
+
+    def _into_memory(self, shelf: Shelf, blocks: Sequence[Block]) -> None:
+        assert shelf.schema is not None
+        blobs = BlobLayout(shelf.schema)
+        numbers = {block.place: number for number, block in enumerate(blocks, shelf.next - len(blocks))}
+        with closing(ahead(self._reader.each(numbers))) as places:
+            for place, found in places:
+                if isinstance(found, Damaged):
+                    raise found
+                block, info = shelf.payload(numbers[place])
+                where = f"{self._layout.segment(*block.segment_key)} at byte {block.offset}"
+                shelf.put(numbers[place], blobs.decode(found, info, where))
 
 
 def read_infos(stored: Stored) -> tuple[TrajectoryState, dict[str, Any], list[TrajectoryInfo]]:
@@ -98,14 +146,18 @@ def read_infos(stored: Stored) -> tuple[TrajectoryState, dict[str, Any], list[Tr
         raise Damaged(f"{path}: {error}") from None
 
 
-def blocks_of(path: str, state: TrajectoryState) -> list[Block]:
-    """Return where the trajectories of a state lie, by number.
+def blocks_of(path: str, state: TrajectoryState, *, moved: bool = False) -> list[Block]:
+    """Return where the trajectories of a state lie, by number; ``moved``: they may have been written under others.
 
     Raises:
         Damaged: the file lists others.
     """
     blocks = read_blocks(path)
     first = state.trajectory_counter - state.size
+    if moved:
+        if len(blocks) != state.size or any(block.count != 1 for block in blocks):
+            raise Damaged(f"{path}: lists {len(blocks)} blocks, where {state.size} trajectories are")
+        return blocks
     if [(block.first, block.count) for block in blocks] != [(first + at, 1) for at in range(state.size)]:
         raise Damaged(f"{path}: lists other trajectories than {first} to {state.trajectory_counter - 1}")
     return blocks
@@ -127,19 +179,6 @@ def _check_sizes(layout: Layout, blocks: Sequence[Block]) -> None:
         if size < end:
             how = "missing" if size < 0 else f"has {size} bytes"
             raise Damaged(f"{path}: {how}; {end} bytes of it are needed. Restore the file from a copy.")
-
-
-def _read_cached(reader: PayloadReader, shelf: Shelf, blocks: Sequence[Block], layout: Layout) -> None:
-    assert shelf.schema is not None
-    blobs = BlobLayout(shelf.schema)
-    by_number = {block.first: block for block in blocks}
-    with closing(ahead(reader.each(block.place for block in blocks))) as places:
-        for place, found in places:
-            if isinstance(found, Damaged):
-                raise found
-            block = by_number[place[0]]
-            where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-            shelf.put(block.first, blobs.decode(found, shelf.info(block.first), where))
 
 
 def shelf_of(state: TrajectoryState, values: dict[str, Any], rows: dict[str, Any], room: Room, memory: bool) -> Shelf:

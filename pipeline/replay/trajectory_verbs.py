@@ -160,9 +160,9 @@ class TrajectoryVerbs(FolderVerbs):
             return shelf.gather(np.arange(shelf.start(number), shelf.start(number + 1))).arrays
         assert self._rows is not None
         assert shelf.schema is not None
-        block = shelf.block(number)
+        block, info = shelf.payload(number)
         file = self._rows.open([block.segment_key])[block.segment_key]
-        return self._rows.whole(file, block, shelf.info(number), BlobLayout(shelf.schema))
+        return self._rows.whole(file, block, info, BlobLayout(shelf.schema))
 
     def _usable(self) -> None:
         if self._forked:

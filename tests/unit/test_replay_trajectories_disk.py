@@ -555,7 +555,7 @@ def test_a_lazy_resume_finds_damage_when_a_trajectory_is_first_sampled(tmp_path:
         buffer.save(1, wait=True)
         twin = made(None, cache_size=None, seed=3)
         twin.load_state_dict(buffer.state_dict())
-        offset = buffer._own.shelf.block(4).offset
+        offset = buffer._own.shelf.payload(4)[0].offset
     with made(copied(tmp_path, "whole"), cache_size=2) as again:
         assert again.resume(verify="lazy").rows == twin.total_samples
         assert draws(again, 30) == draws(twin, 30)
