@@ -22,6 +22,7 @@ from pipeline.checkpoint.manifest import (
     SHARDS,
     TRAINER_FOLDER,
     TRAJECTORIES,
+    TRAJECTORY_SHARDS,
     FileInfo,
     Manifest,
     decode_manifest,
@@ -42,6 +43,7 @@ KINDS = {
     REPLAY: "replay buffer",
     TRAJECTORIES: "buffer of trajectories",
     SHARDS: "buffer of ranks",
+    TRAJECTORY_SHARDS: "buffer of trajectories of ranks",
 }
 """What people call what writes generations of each kind."""
 _NAME = re.compile(r"\d+")

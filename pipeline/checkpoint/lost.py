@@ -13,6 +13,7 @@ from pipeline.checkpoint.manifest import (
     SHARDS_FOLDER,
     TRAINER_FOLDER,
     TRAJECTORIES,
+    TRAJECTORY_SHARDS,
     Manifest,
 )
 from pipeline.records import Added, AnyEvent, Evaluated, Parked, PartSaved
@@ -73,4 +74,6 @@ def with_block(manifest: Manifest, block: Block) -> str:
     """Return what is lost with a block that a generation lists."""
     if manifest.kind == TRAJECTORIES:
         return f"trajectory {block.first}"
+    if manifest.kind == TRAJECTORY_SHARDS:
+        return f"the trajectory that was number {block.first} of rank {block.rank} when it was written"
     return f"rows {block.first} to {block.first + block.count - 1}"

@@ -28,6 +28,10 @@ OWN_FOLDER = "own"
 PIPELINE, REPLAY, TRAJECTORIES, SHARDS = "pipeline", "replay", "trajectories", "replay shards"
 """Kinds of runs: of a pipeline, and, without one, of a buffer of transitions, of one of trajectories, and of one of
 transitions of which each rank has a shard."""
+TRAJECTORY_SHARDS = "trajectory shards"
+"""Of a buffer of trajectories of which each rank has a shard."""
+OF_SHARDS = frozenset({SHARDS, TRAJECTORY_SHARDS})
+"""Kinds of buffers of which each rank has a shard."""
 PIPELINE_RANKS = "pipeline ranks"
 """Of a pipeline of which each rank has a part."""
 BUFFERS = frozenset({REPLAY, TRAJECTORIES})

@@ -21,6 +21,7 @@ from pipeline.checkpoint.manifest import (
     REPLAY,
     SHARDS,
     TRAJECTORIES,
+    TRAJECTORY_SHARDS,
     Manifest,
     ShardInfo,
 )
@@ -277,6 +278,8 @@ def _rows(stored: Stored) -> int | None:
     manifest = stored.manifest
     if manifest.kind == SHARDS:
         return sum(shard.held for shard in manifest.shards)
+    if manifest.kind == TRAJECTORY_SHARDS:
+        return sum(shard.episodes for shard in manifest.shards)
     name = _STATE_FILES.get(manifest.kind)
     if name is None or not any(info.path == name for info in manifest.files):
         return None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.checkpoint.generations import KINDS
 from pipeline.checkpoint.halves import read_half
 from pipeline.checkpoint.lines import PRODUCER_FILE, read_inherited
 from pipeline.checkpoint.losses import Loss
@@ -96,7 +97,8 @@ def survey(layout: Layout) -> Survey:
             rows = "; pipeline.tools.salvage_run takes the rows that are whole" if manifest.kind == REPLAY else ""
             rows = "; resume(allow_partial=True) without what is damaged" if manifest.kind == SHARDS else rows
             raise UsageError(
-                f"{folder}: of a replay buffer; resume(step=...) goes on from an older generation of it{rows}"
+                f"{folder}: of a {KINDS.get(manifest.kind, manifest.kind)}; resume(step=...) goes on from an older "
+                f"generation of it{rows}"
             )
         if isinstance(manifest, Manifest) and any(info.path == BLOCKS_FILE for info in manifest.files):
             raise UsageError(

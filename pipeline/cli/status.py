@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pipeline.checkpoint.lives import Life
-from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.checkpoint.outlook import Drawn, Work
 from pipeline.checkpoint.status import BROKEN, CONTINUES, FINISHED, NOTHING, RUNS, Hold, Newest, Status, status_of
 from pipeline.cli.terminal import make_parser, run_command
@@ -133,8 +133,8 @@ def _line(name: str, text: str) -> str:
 def _newest(newest: Newest, kind: str) -> Iterator[str]:
     yield _line("newest", f"generation {newest.generation}, step {newest.step}, {newest.written} ({newest.reason})")
     if newest.rows is not None:
-        yield _line("holds", f"{newest.rows} {'trajectories' if kind == TRAJECTORIES else 'rows'}")
-    if kind == SHARDS:
+        yield _line("holds", f"{newest.rows} {'trajectories' if kind in (TRAJECTORIES, TRAJECTORY_SHARDS) else 'rows'}")
+    if kind in OF_SHARDS:
         sizes = ", ".join(f"rank {shard.rank}: {shard.held}" for shard in newest.shards)
         yield _line("shards", f"{len(newest.shards)} of {newest.world_size} ranks; rows of {sizes}")
     if newest.without:

@@ -107,8 +107,42 @@ class Numbers:
         return np.where(self._numbers[at] == wanted, at, -1)
 
 
-class EpisodeIds:
-    """Names the episodes of one rank: those of an earlier life keep the name and age that they had."""
+class Ids:
+    """Names what one rank has by numbers, episodes or trajectories: those of an earlier life keep the name and age that
+    they had."""
+
+    def __init__(
+        self, life: int, rank: int, *, age: int = 0, begin: int = 0, known: EpisodeTable | None = None, named: int = 0
+    ) -> None:
+        """Args:
+        life: the incarnation of the run: unique for each life.
+        rank: that makes them.
+        age: of whatever begins now; above that of all that began before.
+        begin: from this number on, they are of this life.
+        known: those before.
+        named: how many names of this life they have already.
+        """
+        self._prefix, self._named = prefix_of(life, rank), named
+        self.begin, self._at_first, self._known = begin, age, known
+
+    def age_after(self, since: int) -> int:
+        """Return the age of what begins when so much has been added in this life."""
+        return self._at_first + since
+
+    def of(self, numbers: Ints, since: Ints) -> tuple[Ints, Ints]:
+        """Return names and ages; ``since``: how much had been added in this life before each."""
+        uid = self._prefix | (numbers - self.begin + self._named)
+        age = self._at_first + np.maximum(since, 0)
+        old = np.flatnonzero(numbers < self.begin)
+        if len(old):
+            assert self._known is not None
+            at = self._known.at(numbers[old], "the buffer")
+            uid[old], age[old] = self._known.uid[at], self._known.age[at]
+        return uid, age
+
+
+class EpisodeIds(Ids):
+    """Names the episodes of one rank."""
 
     def __init__(
         self,
@@ -121,21 +155,15 @@ class EpisodeIds:
         named: int = 0,
     ) -> None:
         """Args:
-        life: the incarnation of the run: unique for each life.
-        rank: that makes episodes.
-        age: of whatever begins now; above that of all that began before.
+        life, rank, age, known, named: as of :class:`Ids`.
         ring: the rank's rows, as they were when this life began; None: there were none.
-        known: the episodes in it.
-        named: how many names of this life they have already.
         """
-        self._prefix, self._named = prefix_of(life, rank), named
-        # From this number on, episodes are of this life.
-        self._begin, self._from = (0, 0) if ring is None else (ring.episodes.next, ring.added)
-        self._age, self._known = age, known
+        begin, self._from = (0, 0) if ring is None else (ring.episodes.next, ring.added)
+        super().__init__(life, rank, age=age, begin=begin, known=known, named=named)
 
     def age(self, ring: Ring) -> int:
         """Return the age of what begins now."""
-        return self._age + ring.added - self._from
+        return self.age_after(ring.added - self._from)
 
     def table(self, ring: Ring) -> EpisodeTable:
         """Return the table of a shard; the caller has the buffer's lock. Costs by the number of episodes."""
@@ -152,13 +180,7 @@ class EpisodeIds:
         there = np.flatnonzero(skipped < length)
         numbers, length, first, skipped = numbers[there], length[there], first[there], skipped[there]
         flags = np.where(skipped > 0, HEADLESS, 0) | np.where(np.isin(numbers, ring.episodes.open()), OPEN, 0)
-        uid = self._prefix | (numbers - self._begin + self._named)
-        age = self._age + np.maximum(first - self._from, 0)
-        old = np.flatnonzero(numbers < self._begin)
-        if len(old):
-            assert self._known is not None
-            at = self._known.at(numbers[old], "the buffer")
-            uid[old], age[old] = self._known.uid[at], self._known.age[at]
+        uid, age = self.of(numbers, first - self._from)
         return EpisodeTable(numbers, uid, age, length, length - skipped, flags)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, check_generation
-from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAINER_FOLDER
+from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAINER_FOLDER, TRAJECTORY_SHARDS
 from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import Damaged
 from pipeline.observe.logs import RunContext, logger
@@ -23,8 +23,9 @@ from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.state import BufferState, read_buffer_state, set_generator
 from pipeline.replay.thinning import load_alone
 from pipeline.replay.trajectories import TrajectoryBuffer
-from pipeline.replay.trajectory_loading import Room
+from pipeline.replay.trajectory_loading import Reading, Room
 from pipeline.replay.trajectory_loading import read as read_trajectories
+from pipeline.replay.trajectory_shards import read_trajectory_shard
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
 
@@ -101,12 +102,20 @@ def _options(state: BufferState, kind: str, options: Mapping[str, Any]) -> dict[
     return given
 
 
-def look_at_trajectories(layout: Layout, run_tag: int, stored: Stored, *, seed: int | None = None) -> TrajectoryBuffer:
+def look_at_trajectories(
+    layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed: int | None = None
+) -> TrajectoryBuffer:
     """As :func:`look_at`, of a buffer of trajectories."""
-    own = _without_trainer(stored)
+    of_ranks = stored.manifest.kind == TRAJECTORY_SHARDS
+    own = _without_trainer(shard_of(stored, rank) if of_ranks else stored)
     window = own.manifest.options.get("sample_window_size", -1)
     buffer = TrajectoryBuffer(sample_window_size=window, strict=False, seed=seed or 0)
-    found = read_trajectories(layout, run_tag, own, [], Room(None, 0), "lazy")
+    room = Room(None, 0)
+    if of_ranks:
+        shard = read_trajectory_shard(own, rank)
+        found = shard.read(Reading(layout, run_tag, room, "lazy"))
+    else:
+        found = read_trajectories(layout, run_tag, own, [], room, "lazy")
     with buffer.gate.lock:
         buffer._own.shelf, buffer._rows = found.shelf, SegmentRows(layout, lambda: run_tag)
         buffer._set_first()

@@ -42,19 +42,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[SegmentInfo]
     incarnation: int
     live: list[tuple[SegmentKey, int]]
+    used: list[SegmentKey]
     files: list[FileInfo]
     shard: ShardInfo
 
     def part(self) -> Part:
         """Return it as the first rank's own."""
-        return Part(Listing([], b"", dict(self.live)), self.position, self.segments, self.incarnation)
+        return Part(
+            Listing([], b"", dict(self.live), frozenset(self.used)), self.position, self.segments, self.incarnation
+        )
 
 
 class RankStore(ReplayStore):
     """The folder, as one rank has it. Its verbs are called by all ranks, in the same order."""
 
-    def __init__(self, options: SavingOptions, ranks: Ranks, files: FilesLike | None = None) -> None:
-        super().__init__(options, files, SHARDS)
+    def __init__(
+        self, options: SavingOptions, ranks: Ranks, files: FilesLike | None = None, kind: str = SHARDS
+    ) -> None:
+        super().__init__(options, files, kind)
         self.ranks = ranks
         self.rank = ranks.rank
         self.context.update(rank=ranks.rank)
@@ -209,6 +214,7 @@ class RankStore(ReplayStore):
             segments=part.segments,
             incarnation=part.incarnation,
             live=list(part.listing.live.items()),
+            used=sorted(part.listing.used),
             files=files,
             shard=msgspec.structs.replace(
                 self.shard or ShardInfo(rank=self.rank), bytes=sum(part.listing.live.values())

@@ -28,7 +28,7 @@ from pipeline.replay.loading import Lost, Read, check_columns
 from pipeline.replay.moving import Mover, Wanted, extras_named
 from pipeline.replay.parts import check_sharing, tag_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
-from pipeline.replay.shards import ShardOnDisk, Shares, common_schema, part_of, read_shards, share_out
+from pipeline.replay.shards import Listed, ShardOnDisk, Shares, common_schema, part_of, read_shards, share_out
 from pipeline.replay.state import BufferState, generator_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
@@ -276,12 +276,12 @@ def state_of_rank(shards: Sequence[ShardOnDisk], rank: Rank, own: BufferState) -
     )
 
 
-def table_of(shards: Sequence[ShardOnDisk], shares: Shares, rank: int) -> EpisodeTable:
+def table_of(shards: Sequence[Listed], shares: Shares, rank: int) -> EpisodeTable:
     """Return the list of a rank's episodes, in their order."""
     parts = []
-    for shard, ranks, numbers in zip(shards, shares.ranks, shares.episodes, strict=True):
-        own = np.flatnonzero(ranks == rank)
-        parts.append(np.stack([numbers[own], *(each[own] for each in shard.table[1:])]))
+    for at, shard in enumerate(shards):
+        own, numbers = shares.taken(at, rank)
+        parts.append(np.stack([numbers, *(each[own] for each in shard.table[1:])]))
     joined = np.concatenate(parts, axis=1)
     number, uid, age, _, rows, flags = joined[:, np.argsort(joined[0])]
     return EpisodeTable(number, uid, age, rows, rows, flags)  # a start that is gone is not there for anybody any more

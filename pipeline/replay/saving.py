@@ -80,6 +80,15 @@ class FoundGeneration(Protocol):
     @property
     def blocks(self) -> list[Block]: ...
 
+    @property
+    def states(self) -> dict[str, Any]: ...
+
+    @property
+    def lost(self) -> Lost: ...
+
+    @property
+    def left(self) -> tuple[str, ...]: ...
+
 
 P = TypeVar("P")  # what a buffer's state consists of
 F = TypeVar("F", bound=FoundGeneration)
@@ -98,6 +107,8 @@ class SaverOf(Generic[P, F]):
         self._unknown: dict[str, Any] = {}
         self._newest = True  # whether what is resumed is the newest generation
         self._saving: Saving | None = None
+        self.loading = Loading()
+        """How the next :meth:`find` takes rows back."""
 
     def attach(self, objects: Mapping[str, Any]) -> None:
         """Add what is saved and restored with the buffer.
@@ -194,6 +205,10 @@ class SaverOf(Generic[P, F]):
         finally:
             self.lock.release()
 
+    def begin_adding(self) -> None:
+        """:meth:`begin`, for a buffer that writes beside the training what is added."""
+        self.begin()
+
     def begin(self) -> ReplayStore:
         """Make sure that the folder is this buffer's: it was resumed, or holds nothing. Return it.
 
@@ -259,6 +274,10 @@ class SaverOf(Generic[P, F]):
         self._newest = stored is found.complete[-1]
         return stored, found
 
+    def load_attached(self, found: F) -> None:
+        """Load what is attached, in place."""
+        load_states(self.attached, found.states)
+
     def adopt(self, found: F) -> None:
         """Go on from what was read."""
         assert self.store is not None
@@ -272,6 +291,10 @@ class SaverOf(Generic[P, F]):
         self._ready = True
         if found is None:
             return ReplayResumed(0, None, 0)
+        resumed = self._went_on(store, found, parts)
+        return resumed.without(found.lost, found.left)
+
+    def _went_on(self, store: ReplayStore, found: F, parts: P) -> ReplayResumed:
         manifest = found.stored.manifest
         store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=self._rows(parts))
         if not self._newest:
@@ -329,8 +352,6 @@ class Saver(SaverOf[Parts, Read]):
         super().__init__(ReplayStore(options, files) if options.directory is not None else None, room.gate)
         self._options, self._room = options, room
         self.stale_updates = 0
-        self.loading = Loading()
-        """How the next :meth:`find` takes rows back."""
 
     def _job(self, parts: Parts) -> SaveJob:
         """Capture everything as of now; the caller has the buffer's lock."""
@@ -402,15 +423,6 @@ class Saver(SaverOf[Parts, Read]):
         if found.state.schema is not None:
             check_compressed(self._options.compress, found.state.schema)
         return found
-
-    def ready(self, found: Read | None, parts: Parts) -> ReplayResumed:
-        """As it is of every buffer, with what did not come along."""
-        resumed = super().ready(found, parts)
-        return resumed if found is None else resumed.without(found.lost, found.left)
-
-    def load_attached(self, found: Read) -> None:
-        """Load what is attached, in place."""
-        load_states(self.attached, found.states)
 
     def take_over(self, found: Read, parts: Parts) -> None:
         """Put what was read in use. ``parts`` hold the ring that was read."""

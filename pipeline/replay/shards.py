@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.checkpoint.generations import Stored, check_listed
 from pipeline.checkpoint.listed import Listing, Shard
-from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAINER_FOLDER, ShardInfo, shard_prefix
+from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAINER_FOLDER, FileInfo, ShardInfo, shard_prefix
 from pipeline.checkpoint.parts import shard_of
 from pipeline.checkpoint.planned import Plan
 from pipeline.checkpoint.reshard import plan
+from pipeline.checkpoint.shares import Counted
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.episode_ids import EpisodeTable, maker
 from pipeline.replay.loading import read_values
@@ -23,6 +24,22 @@ from pipeline.replay.state import STATE_FILE, BufferState, read_buffer_state
 from pipeline.store.segments import Block, needed_blocks, read_blocks
 
 Ints = np.ndarray
+
+
+class Listed(Protocol):
+    """What is listed of a shard, so that what is in it can be shared out."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def table(self) -> EpisodeTable: ...
+    @property
+    def added(self) -> int:
+        """How many had ever been added of what counts."""
+        ...
+
+
+S = TypeVar("S", bound=Listed)
 
 
 class ShardOnDisk(NamedTuple):
@@ -34,6 +51,11 @@ class ShardOnDisk(NamedTuple):
     unknown: dict[str, Any]
     table: EpisodeTable
     blocks: list[Block]
+
+    @property
+    def added(self) -> int:
+        """How many rows were ever added."""
+        return self.state.added
 
     @property
     def oldest(self) -> int:
@@ -68,6 +90,23 @@ def read_shards(stored: Stored, gone: list[ShardInfo] | None = None) -> list[Sha
         ConfigError: the rows are such that only as many ranks as wrote them can load them.
         Damaged: something is missing, or does not fit together.
     """
+    whole = gone is not None
+    return each_shard(
+        stored,
+        gone,
+        lambda part, rank: read_shard(part, rank, whole=whole),
+        lambda part, rank: ShardOnDisk(rank, part, BufferState(), {}, EpisodeTable.none(), []),
+    )
+
+
+def each_shard(
+    stored: Stored, gone: list[ShardInfo] | None, read: Callable[[Stored, int], S], none: Callable[[Stored, int], S]
+) -> list[S]:
+    """Read each shard that a generation lists; of one that cannot be read, where that is allowed, ``none``.
+
+    Raises:
+        Damaged: ranks are missing; or as ``read`` does, where ``gone`` is None.
+    """
     manifest = stored.manifest
     if [each.rank for each in manifest.shards] != list(range(manifest.world_size)):
         raise Damaged(f"{stored.folder}: {manifest.world_size} ranks wrote it, and shards are listed of others")
@@ -75,12 +114,12 @@ def read_shards(stored: Stored, gone: list[ShardInfo] | None = None) -> list[Sha
     for info in manifest.shards:
         part = shard_of(stored, info.rank)
         try:
-            shards.append(read_shard(part, info.rank, whole=gone is not None))
+            shards.append(read(part, info.rank))
         except Damaged:
             if gone is None:
                 raise
             gone.append(info)
-            shards.append(ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), []))
+            shards.append(none(part, info.rank))
     return shards
 
 
@@ -93,10 +132,7 @@ def read_shard(stored: Stored, rank: int, *, whole: bool = False) -> ShardOnDisk
     needed = [
         each for each in stored.manifest.files if each.path in (STATE_FILE, BLOCKS_FILE) or _of_episodes(each.path)
     ]
-    if not needed:
-        raise Damaged(f"{stored.folder}: the shard of rank {rank} is missing. resume() an older generation")
-    for info in stored.manifest.files if whole else needed:
-        check_listed(stored, info)
+    check_files(stored, rank, needed, whole=whole)
     state, unknown = read_buffer_state(stored.folder)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     _check_movable(state)
@@ -108,6 +144,18 @@ def read_shard(stored: Stored, rank: int, *, whole: bool = False) -> ShardOnDisk
             "generation"
         )
     return ShardOnDisk(rank, stored, state, unknown, table, blocks)
+
+
+def check_files(stored: Stored, rank: int, needed: Sequence[FileInfo], *, whole: bool = False) -> None:
+    """Compare files of a shard with the manifest: those that are needed; ``whole``: all of them.
+
+    Raises:
+        Damaged: there are none, or one is not whole.
+    """
+    if not needed:
+        raise Damaged(f"{stored.folder}: the shard of rank {rank} is missing. resume() an older generation")
+    for info in stored.manifest.files if whole else needed:
+        check_listed(stored, info)
 
 
 def _of_episodes(path: str) -> bool:
@@ -122,13 +170,18 @@ def common_schema(shards: Sequence[ShardOnDisk]) -> Schema | None:
     """
     having = [each for each in shards if each.state.columns is not None]
     for each in having[1:]:
-        for one, other in zip(each.state.columns or (), having[0].state.columns or (), strict=False):
-            if one != other:
-                raise Damaged(f"shard {each.rank} has the column {one}, and shard {having[0].rank} has {other}")
-        own, other_ = ((of.state.columns, of.state.next_obs_columns) for of in (each, having[0]))
-        if own != other_:
-            raise Damaged(f"shard {each.rank} has other columns than shard {having[0].rank}")
+        own, other = ((of.state.columns, of.state.next_obs_columns) for of in (each, having[0]))
+        if own != other:
+            raise unlike(each.rank, each.state.columns, having[0].rank, having[0].state.columns)
     return having[0].state.schema if having else None
+
+
+def unlike(rank: int, columns: Sequence[Column] | None, first: int, others: Sequence[Column] | None) -> Damaged:
+    """Return the error about a shard that has other columns than the first one; it names what differs."""
+    for one, other in zip(columns or (), others or (), strict=False):
+        if one != other:
+            return Damaged(f"shard {rank} has the column {one}, and shard {first} has {other}")
+    return Damaged(f"shard {rank} has other columns than shard {first}")
 
 
 class Shares(NamedTuple):
@@ -150,6 +203,11 @@ class Shares(NamedTuple):
     rows: list[int]
     firsts: list[int]
 
+    def taken(self, shard: int, rank: int) -> tuple[Ints, Ints]:
+        """Return which episodes of a shard a rank is to have: their places in its table, and their numbers there."""
+        own = np.flatnonzero(self.ranks[shard] == rank)
+        return own, self.episodes[shard][own]
+
 
 def part_of(total: int, size: int, rank: int) -> int:
     """Return a rank's part of what was counted on all: together they are the same."""
@@ -157,9 +215,17 @@ def part_of(total: int, size: int, rank: int) -> int:
 
 
 def share_out(
-    shards: Sequence[ShardOnDisk], size: int, capacity: int, *, rebalance: bool, evict: bool, where: str
+    shards: Sequence[Listed],
+    size: int,
+    capacity: int | None,
+    *,
+    rebalance: bool,
+    evict: bool,
+    where: str,
+    counted: Counted = "steps",
 ) -> Shares:
-    """Plan which of ``size`` ranks is to have which episodes, oldest first in each.
+    """Plan which of ``size`` ranks is to have which episodes, oldest first in each; ``counted``: what of ``capacity``
+    is, and what was added.
 
     Raises:
         ConfigError: there is no room.
@@ -176,10 +242,25 @@ def share_out(
         for each in shards
     ]
     found = plan(
-        listing, size, 1, shards=listed, rebalance=rebalance, capacity=capacity, evict_oldest=evict, where=where
+        listing,
+        size,
+        1,
+        shards=listed,
+        rebalance=rebalance,
+        capacity=capacity,
+        counted=counted,
+        evict_oldest=evict,
+        where=where,
     )
+    held = sum(each.steps if counted == "steps" else len(each.uids) for each in found.targets)
+    return _shares(found, listing, shards, sum(each.added for each in shards) - held)
+
+
+def _shares(found: Plan, listing: Listing, shards: Sequence[Listed], gone: int) -> Shares:
+    """Return what a plan says by shard; ``gone``: how much was added, and is not there."""
+    size = len(found.targets)
     order = np.argsort(listing.uid)
-    uids, steps = listing.uid[order], listing.steps[order]
+    uids = listing.uid[order]
     ranks, places, episodes = (np.full(listing.number, -1, np.int64) for _ in range(3))
     rows = []
     for target in found.targets:
@@ -188,14 +269,12 @@ def share_out(
         ranks[at], episodes[at] = target.rank, np.arange(len(at))
         places[at] = np.cumsum(lengths) - lengths
         rows.append(int(lengths.sum()))
-    assert len(steps) == listing.number
     ends = np.cumsum([len(each.table.uid) for each in shards])[:-1]
-    gone = sum(each.state.added for each in shards) - sum(rows)
     firsts = [part_of(gone, size, rank) for rank in range(size)]
     return Shares(found, np.split(ranks, ends), np.split(places, ends), np.split(episodes, ends), rows, firsts)
 
 
-def _listing(shards: Sequence[ShardOnDisk]) -> Listing:
+def _listing(shards: Sequence[Listed]) -> Listing:
     def joined(of: Callable[[EpisodeTable], Ints]) -> Ints:
         return np.concatenate([of(each.table) for each in shards]).astype(np.int64)
 

@@ -127,6 +127,18 @@ class Part(NamedTuple):
         return self.incarnation, self.position.segment
 
 
+def together(parts: Sequence[Part]) -> list[SegmentInfo]:
+    """Return what a manifest says of the segments that some parts of a generation need, each once."""
+    found: dict[str, SegmentInfo] = {}
+    for info in (info for part in parts for info in part.segments):
+        other = found.get(info.name)
+        if other is not None:  # what one rank had written lies with others as well
+            size = max(info.bytes, other.bytes)
+            info = msgspec.structs.replace(info, bytes=size, live=info.live + other.live)
+        found[info.name] = info
+    return list(found.values())
+
+
 class ReplayStore:
     """The folder of one buffer, while this process holds it."""
 
@@ -304,7 +316,7 @@ class ReplayStore:
             generation.manifest,
             incarnation=parts[0].incarnation,
             journals=[part.position for part in parts],
-            segments=[info for part in parts for info in part.segments],
+            segments=together(parts),
             files=sorted(generation.writer.infos, key=lambda info: info.path),
             reusable=self._retention.reusable(generation.manifest),
         )

@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Arrays, Schema
 from pipeline.buffer.transitions.storage import to_torch
 from pipeline.config import TrajectoryOptions
+from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, ForebayError, Starved
 from pipeline.replay.flattening import Aligned, TrajectoryInfo, aligned, nested
 from pipeline.replay.folder_verbs import due_of, not_after_fork
@@ -23,6 +24,7 @@ from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.shelving import Shelving
 from pipeline.replay.trajectory_aio import AsyncTrajectoryBuffer
 from pipeline.replay.trajectory_draws import Draw
+from pipeline.replay.trajectory_ranks import TrajectoryRankSaver
 from pipeline.replay.trajectory_saving import TrajectoryParts, TrajectorySaver
 from pipeline.replay.trajectory_verbs import TrajectoryVerbs
 from pipeline.store.files import FilesLike
@@ -45,28 +47,30 @@ class TrajectoryBuffer(TrajectoryVerbs):
     :class:`~pipeline.config.TrajectoryOptions`. The buffer has a random generator of its own, whose state is saved.
     """
 
-    def __init__(self, *, files: FilesLike | None = None, **options: Any) -> None:
+    def __init__(self, *, files: FilesLike | None = None, ranks: Ranks | None = None, **options: Any) -> None:
         """Args:
         files: the file layer, for tests.
+        ranks: this process among those that train together. Each has a shard of its own, and they have one folder:
+            ``resume``, ``save_due`` and ``save`` are called by all of them, for the same steps, and ``resume`` before
+            anything is added. ``capacity``, ``cache_size`` and ``sample_window_size`` are of each.
         options: see :class:`~pipeline.config.TrajectoryOptions`.
 
         Raises:
-            ConfigError: an option is unknown or out of range.
+            ConfigError: an option is unknown or out of range; or there are ranks, and no directory.
         """
-        if "ranks" in options:
-            raise ConfigError(
-                "ranks: a TrajectoryBuffer has no shards; give each rank a directory= of its own and as many "
-                "ranks, or keep the steps as rows of a ReplayBuffer(ranks=)",
-                option="ranks",
-            )
-        self.options = TrajectoryOptions.of(options)
+        self.options, self.ranks = TrajectoryOptions.of(options), ranks
         self.gate = Gate()
-        self._saver: TrajectorySaver = TrajectorySaver(self.options, self.gate, files)
+        own: Ranks | None = None
+        if ranks is None:
+            self._saver: TrajectorySaver = TrajectorySaver(self.options, self.gate, files)
+        else:
+            self._saver = saver = TrajectoryRankSaver(self.options, self.gate, ranks, files)
+            own = saver.ranks
         store = self._saver.store
-        self._own = TrajectoryParts(self.options)
+        self._own = TrajectoryParts(self.options, None if ranks is None else ranks.rank)
         self._shelving = Shelving(self.gate, store, self._own.shelf, weakref.WeakMethod(self._let_go))
         self._saver.shelving = self._shelving
-        self._due = due_of(store, self.get_stats)
+        self._due = due_of(store, self.get_stats, own)
         self._rows = None if store is None else SegmentRows(store.folder.layout, lambda: store.folder.tag)
         self._closed = self._forked = False
         self._first = 0  # the number of the window's first row
@@ -96,14 +100,15 @@ class TrajectoryBuffer(TrajectoryVerbs):
 
         Raises:
             ConfigError: a field is missing or unknown, or has another shape or dtype. Nothing was changed.
-            UsageError: the folder is in use, and was not resumed. Nothing was changed.
+            UsageError: the folder is in use, and was not resumed; or there are ranks, and it was not resumed. Nothing
+                was changed.
             WriteFailed: what was added before could not be written beside the training; it is in memory still, and
                 will be tried again. Nothing was changed.
         """
         given = [aligned(each, self.options) for each in trajectories]
         self._usable()
         if not self._saver.begun:
-            self._saver.begin()
+            self._saver.begin_adding()
         with self.gate.lock:
             self._usable()
             self._shelving.wait_for_room()
@@ -228,6 +233,18 @@ class TrajectoryBuffer(TrajectoryVerbs):
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
         return len(self) >= min_size
+
+    def ready(self, count: int = 1) -> bool:
+        """Whether every rank can sample ``count`` transitions now: one that waits alone, while the others are in a
+        collective, would wait for ever. All ranks ask, at the same place of the script; without ``ranks`` it is whether
+        the window has so many.
+
+        Raises:
+            RankLost: a rank did not ask in time.
+        """
+        with self.gate.lock:
+            own = self._own.shelf.end - self._first >= count
+        return own if self.ranks is None else all(self.ranks.all("ready", own))
 
     def get_stats(self) -> dict[str, int]:
         """Return how the buffer stands: trajectories and transitions that there are; trajectories in memory

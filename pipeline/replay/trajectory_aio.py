@@ -39,7 +39,7 @@ class AsyncTrajectoryBuffer(AsyncFolderVerbs):
         """Return a batch; see :meth:`~pipeline.TrajectoryBuffer.sample`."""
         return await anyio.to_thread.run_sync(partial(self.buffer.sample, num_chunks, **more))
 
-    async def resume(self, step: int | None = None, *, verify: Verify = "full") -> ReplayResumed:
+    async def resume(self, step: int | None = None, *, verify: Verify = "full", **more: Any) -> ReplayResumed:
         """Go on; see :meth:`~pipeline.TrajectoryBuffer.resume`."""
         self.buffer.listen()
-        return await anyio.to_thread.run_sync(partial(self.buffer.resume, step, verify=verify))
+        return await anyio.to_thread.run_sync(partial(self.buffer.resume, step, verify=verify, **more))

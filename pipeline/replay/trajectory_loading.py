@@ -78,9 +78,7 @@ class Reading:
         self.bytes_read = 0
         """Of payloads."""
 
-    def shelf(
-        self, schema: Schema | None, infos: Sequence[TrajectoryInfo], blocks: Sequence[Block], end: int
-    ) -> Shelf:
+    def shelf(self, schema: Schema | None, infos: Sequence[TrajectoryInfo], blocks: Sequence[Block], end: int) -> Shelf:
         """Return a shelf of trajectories, of which as many as there is room for: the newest.
 
         Args:

@@ -25,9 +25,14 @@ from pipeline.store.files import FilesLike
 class TrajectoryParts:
     """What the state of a buffer of trajectories consists of; guarded by the buffer's lock."""
 
-    def __init__(self, options: TrajectoryOptions) -> None:
+    def __init__(self, options: TrajectoryOptions, rank: int | None = None) -> None:
+        """Args:
+        options: of the buffer.
+        rank: whose; each draws from a stream of its own. None: there are no ranks.
+        """
         self.shelf = Shelf(0)
-        self.rng = np.random.Generator(np.random.PCG64([options.seed, 0]))
+        seeds = [options.seed, 0] if rank is None else [options.seed, 0, rank]
+        self.rng = np.random.Generator(np.random.PCG64(seeds))
         self.window = options.sample_window_size
         self.widest: int | None = 1
         """The largest window so far; None: everything."""
@@ -59,8 +64,6 @@ class TrajectorySaver(SaverOf[TrajectoryParts, ReadTrajectories]):
         store = None if options.directory is None else ReplayStore(options, files, TRAJECTORIES)
         super().__init__(store, gate)
         self._options = options
-        self.verify: Verify = "full"
-        """How much the next resume reads."""
 
     def raise_failed(self) -> None:
         """Raise what a save, or writing beside the training, failed with; once."""
@@ -100,4 +103,5 @@ class TrajectorySaver(SaverOf[TrajectoryParts, ReadTrajectories]):
         store = self.store
         assert store is not None
         layout, room = store.folder.layout, like.room(self._options)
-        return read(layout, store.folder.tag, stored, list(self.attached), room, self.verify)
+        verify: Verify = "lazy" if self.loading.lazily else "full"
+        return read(layout, store.folder.tag, stored, list(self.attached), room, verify)

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays
-from pipeline.checkpoint.trainer_state import load_states
 from pipeline.config import TrajectoryOptions
+from pipeline.distributed import Ranks
 from pipeline.errors import ClosedError, ConfigError, ForebayError, UsageError
 from pipeline.replay.folder_verbs import FolderVerbs
-from pipeline.replay.saving import ReplayResumed
+from pipeline.replay.saving import Loading, ReplayResumed
 from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.shelf import Shelf
 from pipeline.replay.shelving import Shelving
@@ -28,6 +28,7 @@ class TrajectoryVerbs(FolderVerbs):
     """The part of :class:`~pipeline.TrajectoryBuffer` that is saved, and how."""
 
     options: TrajectoryOptions
+    ranks: Ranks | None
     _saver: TrajectorySaver
     _own: TrajectoryParts
     _shelving: Shelving
@@ -35,7 +36,20 @@ class TrajectoryVerbs(FolderVerbs):
     _first: int
     _closed: bool
 
-    def resume(self, step: int | None = None, *, verify: Verify = "full") -> ReplayResumed:
+    def _parts(self) -> TrajectoryParts:
+        """Return parts without trajectories, of the window that there is."""
+        parts = TrajectoryParts(self.options, None if self.ranks is None else self.ranks.rank)
+        parts.window, parts.widest = self._own.window, self._own.widest
+        return parts
+
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        verify: Verify = "full",
+        rebalance: bool = False,
+        evict_oldest: bool = False,
+    ) -> ReplayResumed:
         """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
 
         Everything is checked before anything is changed. What is attached is loaded in place. Trajectories that were
@@ -46,9 +60,14 @@ class TrajectoryVerbs(FolderVerbs):
             step: the trainer's step.
             verify: ``full`` reads all trajectories and compares their checksums; ``lazy`` does so for those that come
                 into memory, and for each of the others when it is first sampled: then it is :class:`Damaged`.
+            rebalance: with ``ranks``, whether trajectories are shared out anew though there are as many ranks as saved
+                them; by default each has its own again. Of another number of ranks they always are: whole, the oldest
+                first, so that each rank has about as many transitions. Numbers are then those that they have there.
+            evict_oldest: whether the oldest trajectories go where other ranks have no room for all of them.
 
         Raises:
-            ConfigError: ``verify`` is none of the two.
+            ConfigError: ``verify`` is none of the two; or trajectories are shared out anew, and there is no room.
+            RankFailed, RankLost: another rank failed, or was not heard from: no rank was changed.
             UsageError: there is no directory, or trajectories were added before, or other things are attached; or the
                 options name signals, and this is not the main thread.
             Damaged: the generation cannot be read. The message says which one can.
@@ -58,14 +77,13 @@ class TrajectoryVerbs(FolderVerbs):
         if verify not in ("full", "lazy"):
             raise ConfigError.of("verify", verify, "'full' and 'lazy' are allowed")
         with self._hearing(), self._saver.lock:
-            self._saver.verify = verify
+            self._saver.loading = Loading(lazily=verify == "lazy", rebalance=rebalance, evict_oldest=evict_oldest)
             with self.gate.lock:
                 found = self._saver.find(step, self._own)
                 if found is not None:
-                    parts = TrajectoryParts(self.options)
-                    parts.window, parts.widest = self._own.window, self._own.widest
+                    parts = self._parts()
                     self._saver.take_over(found, parts)
-                    load_states(self._saver.attached, found.states)
+                    self._saver.load_attached(found)
                     self._use(parts)
                 if self._due is not None:
                     self._due.saved(0 if found is None else found.stored.manifest.step)
@@ -106,8 +124,7 @@ class TrajectoryVerbs(FolderVerbs):
         with self.gate.lock:
             self._usable()
             self._saver.check_replaceable()
-            parts = TrajectoryParts(self.options)
-            parts.window, parts.widest = self._own.window, self._own.widest
+            parts = self._parts()
             room, memory = self._own.room(self.options), self._saver.store is None
             try:
                 given = checked(msgspec.convert(state["state"], TrajectoryState))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, PIPELINE_RANKS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.checkpoint.status import status_of
 from pipeline.errors import ConfigError, Damaged, ForebayError
 from pipeline.locations import Location
@@ -101,11 +101,11 @@ def show_item(path: str | os.PathLike[str], number: int, *, step: int | None = N
     if stored is None:
         raise ConfigError.of("PATH", target.path, "a run with a generation, a generation, or a shard is needed")
     kind = stored.manifest.kind
-    if kind == SHARDS and target.rank is None:
-        raise ConfigError.of("PATH", target.path, "each rank has rows of this key; name a shard (.../shards/0000)")
+    if kind in OF_SHARDS and target.rank is None:
+        raise ConfigError.of("PATH", target.path, "each rank has such a number; name a shard (.../shards/0000)")
     if kind in (PIPELINE, PIPELINE_RANKS):
         return _Item(target, number).result()
-    of_trajectories = kind == TRAJECTORIES
+    of_trajectories = kind in (TRAJECTORIES, TRAJECTORY_SHARDS)
     find = trajectory_of if of_trajectories else row_of
     facts, tensors = find(target.layout, target.run.tag, stored, number, target.rank)
     return Shown(

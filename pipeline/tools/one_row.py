@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block
@@ -17,8 +18,7 @@ from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.loading import read_values
 from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
 from pipeline.replay.trajectory_blobs import BlobLayout
-from pipeline.replay.trajectory_loading import read_infos
-from pipeline.replay.trajectory_state import STATE_FILE as TRAJECTORIES_FILE
+from pipeline.replay.trajectory_loading import blocks_of, read_infos
 from pipeline.store.codec import tensor_of
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, read_blocks
@@ -83,19 +83,17 @@ def trajectory_of(layout: Layout, run_tag: int, stored: Stored, number: int, ran
         ConfigError: it is not there.
         Damaged: it is not whole.
     """
-    path = os.path.join(stored.folder, TRAJECTORIES_FILE)
-    state, _, known = read_infos(stored)
-    infos = {each.trajectory_id: each for each in known}
-    info = infos.get(number)
-    if info is None or state.schema is None:
-        there = f"{min(infos)} to {max(infos)} are" if infos else "none is"
+    stored = stored if rank is None else shard_of(stored, rank)
+    state, _, infos = read_infos(stored)
+    first = state.trajectory_counter - state.size
+    if state.schema is None or not first <= number < state.trajectory_counter:
+        there = f"{first} to {state.trajectory_counter - 1} are" if infos else "none is"
         raise ConfigError.of("--item", number, f"{there} there")
-    blocks = {each.first: each for each in read_blocks(os.path.join(stored.folder, BLOCKS_FILE))}
-    if number not in blocks:
-        raise Damaged(f"{path}: no block holds trajectory {number}")
-    block = blocks[number]
+    blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), state, moved=rank is not None)
+    info, block = infos[number - first], blocks[number - first]
     where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-    arrays = BlobLayout(state.schema).decode(_payload(layout, run_tag, block), info, where)
+    written = msgspec.structs.replace(info, trajectory_id=block.first)
+    arrays = BlobLayout(state.schema).decode(_payload(layout, run_tag, block), written, where)
     columns = {column.name: column for column in state.schema.columns}
     facts = {
         "steps": info.shape[0],

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.layout import CUT, END, EPISODE, OPEN, PLACE, TERMINATED, TRUNCATED, VERSION
 from pipeline.checkpoint.generations import Stored
-from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import Damaged, StoreError
 from pipeline.replay.loading import read_values
@@ -88,12 +88,14 @@ def buffer_facts(layout: Layout, stored: Stored, rank: int | None = None) -> lis
         Damaged, StoreError: the buffer's state cannot be read.
     """
     manifest = stored.manifest
+    ranks = [each.rank for each in manifest.shards] if rank is None else [rank]
+    if manifest.kind == TRAJECTORY_SHARDS:
+        return [_trajectories(layout, shard_of(stored, each), each) for each in ranks]
     if manifest.kind == SHARDS:
-        ranks = [each.rank for each in manifest.shards] if rank is None else [rank]
         return [_transitions(layout, shard_of(stored, each), each, manifest.options) for each in ranks]
     names = {info.path for info in manifest.files}
     if manifest.kind == TRAJECTORIES and TRAJECTORIES_FILE in names:
-        return [_trajectories(layout, stored)]
+        return [_trajectories(layout, stored, None)]
     if STATE_FILE in names:
         return [_transitions(layout, stored, None, manifest.options)]
     return []
@@ -206,7 +208,7 @@ def _columns(columns: Sequence[Column] | None) -> list[ColumnFacts]:
     return [ColumnFacts(each.name, each.dtype, tuple(each.shape)) for each in columns or ()]
 
 
-def _trajectories(layout: Layout, stored: Stored) -> BufferFacts:
+def _trajectories(layout: Layout, stored: Stored, rank: int | None) -> BufferFacts:
     state, _, infos = read_infos(stored)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     rewards, unread = Gathered(), 0
@@ -219,7 +221,7 @@ def _trajectories(layout: Layout, stored: Stored) -> BufferFacts:
                 unread += 1
     there = any(column.name == "rewards" for column in state.columns or ())
     return BufferFacts(
-        rank=None,
+        rank=rank,
         rows=state.total_samples,
         added=state.trajectory_counter,
         capacity=None,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, PIPELINE_RANKS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.config import WithoutReplacement
 from pipeline.errors import ConfigError, Damaged, Starved
 from pipeline.ledger import BUFFERED, FINISHED
@@ -108,10 +108,10 @@ def _sample(target: Target, count: int, seed: int | None, rank: int) -> Sampled:
     if stored is None:
         raise Starved(f"{target.path}: nothing was saved yet, so there is nothing to be drawn")
     kind = stored.manifest.kind
-    if kind == SHARDS and rank not in [each.rank for each in stored.manifest.shards]:
+    if kind in OF_SHARDS and rank not in [each.rank for each in stored.manifest.shards]:
         raise ConfigError.of("rank", rank, f"{stored.manifest.world_size} ranks wrote it, counted from 0")
-    if kind == TRAJECTORIES:
-        return _of_trajectories(target, count, seed)
+    if kind in (TRAJECTORIES, TRAJECTORY_SHARDS):
+        return _of_trajectories(target, count, seed, rank if kind == TRAJECTORY_SHARDS else None)
     if kind not in (PIPELINE, PIPELINE_RANKS) or any(info.path == STATE_FILE for info in stored.manifest.files):
         return _of_rows(target, count, seed, rank)
     return _of_groups(target, count, seed or 0)
@@ -130,23 +130,23 @@ def _of_rows(target: Target, count: int, seed: int | None, rank: int) -> Sampled
     drawn = time.perf_counter()
     more = {"weights": batch.weights, "keys": batch.keys}
     keys = [_drawn(name, [each]) for name, each in {**tensors, **more}.items()]
-    of_shards = target.stored.manifest.kind == SHARDS
+    of_shards = target.stored.manifest.kind in OF_SHARDS
     return _told(
         target, "rows", len(buffer), count, len(batch), keys, (begun, loaded, drawn), rank=rank if of_shards else None
     )
 
 
-def _of_trajectories(target: Target, count: int, seed: int | None) -> Sampled:
+def _of_trajectories(target: Target, count: int, seed: int | None, rank: int | None) -> Sampled:
     assert target.stored is not None
     begun = time.perf_counter()
-    buffer = look_at_trajectories(target.layout, target.run.tag, target.stored, seed=seed)
+    buffer = look_at_trajectories(target.layout, target.run.tag, target.stored, rank=rank or 0, seed=seed)
     loaded = time.perf_counter()
     batch = dict(_flat(buffer.sample(count)))
     drawn = time.perf_counter()
     length = len(next(iter(batch.values())))
     keys = [_drawn(name, [each]) for name, each in batch.items()]
     times = (begun, loaded, drawn)
-    return _told(target, "transitions", buffer.total_samples, count, length, keys, times)
+    return _told(target, "transitions", buffer.total_samples, count, length, keys, times, rank=rank)
 
 
 def _flat(batch: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

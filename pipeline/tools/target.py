@@ -6,7 +6,14 @@ import os
 from typing import NamedTuple
 
 from pipeline.checkpoint.generations import Found, Stored, choose, find_generations
-from pipeline.checkpoint.manifest import MANIFEST_FILE, PIPELINE_RANKS, SHARDS_FOLDER, Manifest, decode_manifest
+from pipeline.checkpoint.manifest import (
+    MANIFEST_FILE,
+    PIPELINE_RANKS,
+    SHARDS_FOLDER,
+    TRAJECTORY_SHARDS,
+    Manifest,
+    decode_manifest,
+)
 from pipeline.checkpoint.survey import identify
 from pipeline.errors import NotARun, UsageError
 from pipeline.store.files import open_plain
@@ -43,7 +50,8 @@ class Target(NamedTuple):
 
 
 def not_of_ranks(manifest: Manifest, path: str) -> None:
-    """Raise if a generation is of a pipeline of several ranks, whose rollouts only a resume puts together.
+    """Raise if a generation is of a pipeline of several ranks, or of trajectories that ranks have: only a resume puts
+    these together.
 
     Raises:
         UsageError: it is.
@@ -53,6 +61,12 @@ def not_of_ranks(manifest: Manifest, path: str) -> None:
             f"{path}: a run of a pipeline of {manifest.world_size} ranks. Inspect, verify, status, sample and export "
             "read it; only resume() puts its parts together anew: with Pipeline(..., ranks=) of as many ranks, or of "
             "others"
+        )
+    if manifest.kind == TRAJECTORY_SHARDS:
+        raise UsageError(
+            f"{path}: a run of trajectories of {manifest.world_size} ranks. Inspect, verify, status, sample and export "
+            "read it; only resume() shares them out anew: with TrajectoryBuffer(..., ranks=) of another number of "
+            "ranks, or with rebalance=True"
         )
 
 

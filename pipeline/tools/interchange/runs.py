@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from pipeline.checkpoint.generations import KINDS, Stored, check_listed, choose, find_generations
-from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, TRAJECTORIES
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.errors import ConfigError, NotARun
 from pipeline.replay.state import STATE_FILE
 from pipeline.store.layout import Layout
@@ -53,7 +53,7 @@ def content_of(opened: Opened, wanted: str | None) -> str:
         ConfigError: it has no such thing.
     """
     manifest = opened.stored.manifest
-    if manifest.kind == TRAJECTORIES:
+    if manifest.kind in (TRAJECTORIES, TRAJECTORY_SHARDS):
         there = [OF_TRAJECTORIES]
     elif manifest.kind in (PIPELINE, PIPELINE_RANKS):
         rows = any(info.path == STATE_FILE for info in manifest.files)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pipeline.checkpoint.manifest import BLOCKS_FILE
+from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAJECTORY_SHARDS
 from pipeline.errors import Damaged
 from pipeline.replay.flattening import TrajectoryInfo
+from pipeline.replay.shards import each_shard, share_out
 from pipeline.replay.trajectory_blobs import decode_info
 from pipeline.replay.trajectory_loading import blocks_of, read_infos
+from pipeline.replay.trajectory_shards import listed_for, read_trajectory_shard, schema_of
 from pipeline.store.codec import ITEM_KEY, read_bytes
 from pipeline.store.segments import Block, PayloadReader
 from pipeline.tools.interchange.runs import Opened
@@ -24,10 +26,8 @@ def trajectories_of(opened: Opened) -> Records:
     Raises:
         Damaged: a file is damaged.
     """
-    folder = opened.stored.folder
-    state, _, infos = read_infos(opened.stored)
-    blocks = blocks_of(os.path.join(folder, BLOCKS_FILE), state)
-    about = msgspec.structs.replace(opened.about, next_trajectory=state.trajectory_counter)
+    infos, blocks, end = _of_ranks(opened) if opened.stored.manifest.kind == TRAJECTORY_SHARDS else _of_one(opened)
+    about = msgspec.structs.replace(opened.about, next_trajectory=end)
 
     def records() -> Iterator[Record]:
         reader = PayloadReader(opened.layout, opened.tag)
@@ -37,6 +37,27 @@ def trajectories_of(opened: Opened) -> Records:
     return Records(TRAJECTORIES, about, records, sum(block.length for block in blocks), len(blocks))
 
 
+_Listed = tuple[list[TrajectoryInfo], list[Block], int]
+"""What is known of each, where it lies, and the number of the next one."""
+
+
+def _of_one(opened: Opened) -> _Listed:
+    state, _, infos = read_infos(opened.stored)
+    blocks = blocks_of(os.path.join(opened.stored.folder, BLOCKS_FILE), state)
+    return infos, blocks, state.trajectory_counter
+
+
+def _of_ranks(opened: Opened) -> _Listed:
+    """Return those of all ranks, as one rank would have them; numbered from 0 on, as ranks have equal numbers."""
+    shards = each_shard(opened.stored, None, read_trajectory_shard, read_trajectory_shard)
+    where = opened.stored.folder
+    schema_of(shards)
+    shares = share_out(shards, 1, None, rebalance=True, evict=False, where=where, counted="episodes")
+    infos, blocks, _ = listed_for(0, shards, shares)
+    numbered = [msgspec.structs.replace(info, trajectory_id=number) for number, info in enumerate(infos)]
+    return numbered, blocks, len(infos)
+
+
 def _record(opened: Opened, reader: PayloadReader, info: TrajectoryInfo, block: Block) -> Record:
     ((_, found),) = reader.each([block.place])
     if isinstance(found, Damaged):
@@ -44,7 +65,8 @@ def _record(opened: Opened, reader: PayloadReader, info: TrajectoryInfo, block: 
     where = f"{opened.layout.segment(*block.segment_key)} at byte {block.offset}"
     tensors = read_bytes(found, where)
     raw = tensors.pop(ITEM_KEY, None)
-    if raw is None or decode_info(raw.array.tobytes(), where) != info:
+    written = msgspec.structs.replace(info, trajectory_id=block.first)
+    if raw is None or decode_info(raw.array.tobytes(), where) != written:
         raise Damaged(f"{where}: holds another trajectory than {info}")
     steps, envs = info.shape
     fields = {
