@@ -15,7 +15,17 @@ import pytest
 from pipeline.checkpoint import verify
 from tests.support.children import ChildProcess
 from tests.support.gone import names
-from tests.support.ranked import ROWS, TOLD, manifests, processes, save_and_die, serve
+from tests.support.ranked import (
+    ROWS,
+    ROWS_ALONE,
+    SHELVED,
+    TOLD,
+    TRAJECTORIES,
+    manifests,
+    processes,
+    save_and_die,
+    serve,
+)
 from tests.support.ranks import at_once, fine
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
@@ -29,8 +39,8 @@ def server() -> Any:
 class Lives:
     """Lives of the ranks of one run, one after the other, each of which ends by a kill."""
 
-    def __init__(self, server: Any, directory: Path, size: int, striker: int, of_all: bool) -> None:
-        self.server, self.directory, self.size = server, directory, size
+    def __init__(self, server: Any, directory: Path, size: int, striker: int, of_all: bool, kind: str) -> None:
+        self.server, self.directory, self.size, self.kind = server, directory, size, kind
         self.striker, self.of_all = striker, of_all
         self.before = (-1, 0)  # generation and step of which all have heard
         self.dying = 0  # the step of the save in which the last life ended
@@ -39,14 +49,14 @@ class Lives:
     def live(self, after: int | None) -> list[str]:
         """Run one; return which changes of the folder the striker has made in the second save, if it was not killed."""
         with processes(self.server, save_and_die, self.directory, self.size) as ranks:
-            ranks.start(None, self.of_all, of_rank={self.striker: (after, self.of_all)})
+            ranks.start(None, self.of_all, self.kind, of_rank={self.striker: (after, self.of_all, self.kind)})
             resumed = [self._resumed(each) for each in ranks.ranks]
             assert len(set(resumed)) == 1, resumed
             self._went_on(*resumed[0])
             ranks.gone(self.striker)
             said = [each.rest() for each in ranks.ranks]
             codes = ranks.ends()
-        where = (self.size, self.striker, self.of_all, after)
+        where = (self.kind, self.size, self.striker, self.of_all, after)
         died = self.of_all and after is not None
         assert codes == [-9 if died or (rank == self.striker and after is not None) else 0 for rank in range(self.size)]
         for rank, each in enumerate(said):
@@ -107,11 +117,17 @@ def phases(changes: list[str]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(0 if SOAK > 1 else 120)
 @pytest.mark.parametrize(
-    ("size", "strikers"), [(2, [(0, False), (1, False), (0, True)]), (4, [(0, False), (2, False), (2, True)])]
+    ("kind", "size", "strikers"),
+    [
+        (ROWS_ALONE, 2, [(0, False), (1, False), (0, True)]),
+        (ROWS_ALONE, 4, [(0, False), (2, False), (2, True)]),
+        (TRAJECTORIES, 2, [(0, False), (1, False), (1, True)]),
+        (SHELVED, 3, [(0, False), (2, False)]),
+    ],
 )
-def test_killed_in_a_save(tmp_path: Path, server: Any, size: int, strikers: list[tuple[int, bool]]) -> None:
+def test_killed_in_a_save(tmp_path: Path, server: Any, kind: str, size: int, strikers: list[tuple[int, bool]]) -> None:
     def lives(striker: int, of_all: bool, half: int) -> set[str]:
-        here = Lives(server, tmp_path / f"{striker} {of_all} {half}", size, striker, of_all)
+        here = Lives(server, tmp_path / f"{striker} {of_all} {half}", size, striker, of_all, kind)
         for after in phases(here.live(None))[half::2]:
             here.live(after)
         here.end()

@@ -21,7 +21,7 @@ from pipeline.checkpoint.generations import find_generations
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.distributed import Ranks
 from pipeline.errors import RanksError, StoreError
-from pipeline.replay import ReplayBuffer
+from pipeline.replay import ReplayBuffer, TrajectoryBuffer
 from pipeline.store.files import OsFiles
 from pipeline.store.layout import Layout
 from pipeline.testing import KillingFiles
@@ -139,14 +139,36 @@ def reduced(value: int) -> int:
     return int(tensor)
 
 
-def add(buffer: ReplayBuffer, rank: int, step: int) -> None:
-    """Add the rows of a step: each says of which rank it is, and which of its rows."""
+ROWS_ALONE, TRAJECTORIES, SHELVED = "rows", "trajectories", "shelved"
+"""What ranks may have: rows; trajectories that a save writes; or such as are written when they come."""
+
+
+def made(kind: str, directory: str, ranks: Ranks, files: Any = None, **options: Any) -> ReplayBuffer | TrajectoryBuffer:
+    """Return one rank's part of a buffer."""
+    if kind == ROWS_ALONE:
+        return ReplayBuffer(100_000, directory=directory, ranks=ranks, files=files, **options)
+    more: dict[str, Any] = {"auto_save": True, "cache_size": 2} if kind == SHELVED else {}
+    return TrajectoryBuffer(sample_window_size=0, directory=directory, ranks=ranks, files=files, **more, **options)
+
+
+def add(buffer: ReplayBuffer | TrajectoryBuffer, rank: int, step: int) -> None:
+    """Add the rows of a step, or as many transitions as a trajectory: each says of which rank it is, and which of its
+    rows."""
     t = np.arange(ROWS * (step - 1), ROWS * step)
-    buffer.extend({"rank": np.full(ROWS, rank), "t": t, "done": t % 7 == 6})
+    rows = {"rank": np.full(ROWS, rank), "t": t, "done": t % 7 == 6}
+    if isinstance(buffer, ReplayBuffer):
+        buffer.extend(rows)
+        return
+    buffer.add_trajectories([{name: each[:, None] for name, each in rows.items()}])
+    if buffer.options.auto_save:
+        buffer._shelving.join()  # so that a save makes the same changes each time
 
 
-def held(buffer: ReplayBuffer) -> list[tuple[int, int]]:
+def held(buffer: ReplayBuffer | TrajectoryBuffer) -> list[tuple[int, int]]:
     """Return (rank, t) of all rows."""
+    if isinstance(buffer, TrajectoryBuffer):
+        arrays = buffer.arrays()
+        return list(zip(arrays["rank"].tolist(), arrays["t"].tolist(), strict=True)) if arrays else []
     slots = buffer.ring.slots(buffer.ring.keys())
     if not len(slots):
         return []
@@ -238,17 +260,20 @@ TOLD = -1
 """In place of a change of the folder: when the rank has told what it has written."""
 
 
-def save_and_die(pipe: Connection, place: Place, directory: str, after: int | None, of_all: bool) -> None:
+def save_and_die(
+    pipe: Connection, place: Place, directory: str, after: int | None, of_all: bool, kind: str = ROWS_ALONE
+) -> None:
     """Resume and say what is there; save three steps, and say what becomes of it.
 
     Args:
         after: in the second save, die instead of the change that comes after so many, or when it is :data:`TOLD`.
         of_all: all ranks die then.
+        kind: what the buffer is of.
     """
     ranks = place.join()
     others = [pid for pid in ranks.all("process", os.getpid()) if of_all and pid != os.getpid()]
     files, counter = Dying([*others, os.getpid()]), Counter()
-    with ReplayBuffer(100_000, directory=directory, keep=2, ranks=ranks, files=files, signals=[]) as buffer:
+    with made(kind, directory, ranks, files, keep=2, signals=[]) as buffer:
         buffer.attach(counter=counter)
         try:
             begun = buffer.resume()
@@ -267,8 +292,9 @@ def save_and_die(pipe: Connection, place: Place, directory: str, after: int | No
             pipe.send(("failed", str(error)))
 
 
-def _die_when_told(buffer: ReplayBuffer, files: Dying) -> None:
-    ranks: Any = buffer._saver.ranks  # type: ignore[attr-defined]
+def _die_when_told(buffer: ReplayBuffer | TrajectoryBuffer, files: Dying) -> None:
+    saver: Any = buffer._saver
+    ranks = saver.ranks
     tell = ranks.tell
 
     def tell_and_die(what: str, *given: Any, **more: Any) -> int:
