@@ -493,7 +493,7 @@ def as_json(capsys: Any, *arguments: str) -> tuple[int, Status]:
 
 class TestCommand:
     def test_json_is_the_status(self, capsys: Any, tmp_path: Path) -> None:
-        for name in ("v1", "v1d", "v1e", "replay_v1b/run", "trajectories_v1/run"):
+        for name in ("v1", "v1d", "v1e", "replay_v1b/run", "trajectories_v1/run", "trajectory_shards_v1/run"):
             assert as_json(capsys, str(GOLDEN / name)) == (3, status_of(GOLDEN / name))
         assert as_json(capsys, str(GOLDEN / "v1"), "--until", "3") == (0, status_of(GOLDEN / "v1", until=3))
         assert as_json(capsys, str(tmp_path)) == (5, status_of(tmp_path))

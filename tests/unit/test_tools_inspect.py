@@ -32,6 +32,7 @@ RUNS = [
     "replay_v1b/run",
     "trajectories_v1/run",
     "shards_v1/run",
+    "trajectory_shards_v1/run",
 ]
 ROUNDS = 12 * int(os.environ.get("FOREBAY_SOAK", "1"))
 
@@ -221,7 +222,9 @@ def test_every_run_that_was_ever_written_can_be_looked_at(name: str, capsys: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v1c", "v1e", "replay_v1/shared", "trajectories_v1/run", "shards_v1/run"])
+@pytest.mark.parametrize(
+    "name", ["v1c", "v1e", "replay_v1/shared", "trajectories_v1/run", "shards_v1/run", "trajectory_shards_v1/run"]
+)
 def test_whatever_is_damaged_the_error_is_a_clear_one(name: str, tmp_path: Path) -> None:
     """A byte of one file after the other is changed, or its end is cut off."""
     rng = random.Random(7)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from pipeline import Ranks, TrajectoryBuffer
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import Stored, find_generations
-from pipeline.errors import ConfigError, Damaged, RankFailed, UsageError
+from pipeline.errors import ConfigError, Damaged, RankFailed, UsageError, WriteFailed
 from pipeline.store.layout import Layout
 from tests.support.ranks import fine, on_ranks
 from tests.support.replaying import Counter
@@ -294,25 +296,123 @@ def test_fewer_trajectories_than_ranks_load_and_all_ranks_know_that_one_has_none
     assert fine(on_ranks(3, more)) == [[False, True, False]] * 3
 
 
-def test_damage_in_what_one_rank_reads_is_an_error_on_all(tmp_path: Path) -> None:
+def segment_of(directory: Path) -> Path:
+    layout = Layout(str(directory))
+    return Path(layout.segments) / layout.list_segments()[0]
+
+
+def shard(directory: Path, rank: int) -> Path:
+    return Path(newest(directory).folder) / "shards" / f"{rank:04d}"
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Path]] = {
+    "a segment is gone": lambda run: segment_of(run),
+    "a byte of a payload": lambda run: segment_of(run),
+    "a shard is gone": lambda run: shard(run, 1),
+    "a shard is empty": lambda run: shard(run, 1),
+    "a byte of the names": lambda run: shard(run, 1) / "values" / "uid.int64",
+    "the list is cut": lambda run: shard(run, 0) / "blocks.msgpack",
+    "the state is another one": lambda run: shard(run, 0) / "trajectories.json",
+    "of another generation": lambda run: shard(run, 1) / "blocks.msgpack",
+}
+
+
+def damage(what: str, run: Path) -> Path:
+    """Damage a run; return what a message is to name."""
+    path = DAMAGES[what](run)
+    if what == "a segment is gone":
+        path.unlink()
+    elif what == "a byte of a payload":
+        flip(path, 3000)
+    elif what == "a byte of the names":
+        flip(path, 3)
+    elif what == "a shard is gone":
+        shutil.rmtree(path)
+    elif what == "a shard is empty":
+        for each in path.rglob("*"):
+            if each.is_file():
+                each.write_bytes(b"")
+    elif what == "the list is cut":
+        path.write_bytes(path.read_bytes()[:-3])
+    elif what == "the state is another one":
+        path.write_bytes(path.read_bytes().replace(b'"size": 7', b'"size": 6'))
+    else:
+        path.write_bytes((path.parents[1] / "0000" / "blocks.msgpack").read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("what", list(DAMAGES))
+def test_damage_is_an_error_on_all_ranks_that_names_the_file_and_changes_nothing(
+    tmp_path: Path, what: str, size: int
+) -> None:
     save_some(tmp_path, 2)
-    layout = Layout(str(tmp_path))
-    path = os.path.join(layout.segments, layout.list_segments()[0])
-    with open(path, "r+b") as file:
-        file.seek(3000)
-        file.write(bytes([file.read(1)[0] ^ 1]) if file.seek(3000) else b"")
+    path = damage(what, tmp_path)
 
     def refused(ranks: Ranks) -> str:
         with made(tmp_path, ranks) as buffer:
-            buffer.attach(counter=Counter())
+            buffer.attach(counter=(counter := Counter()))
+            counter.step = -1
             with pytest.raises((Damaged, RankFailed)) as found:
                 buffer.resume()
             assert not len(buffer)
+            assert counter.step == -1
             return str(found.value)
 
-    for size in (2, 3):
-        said = fine(on_ranks(size, refused))
-        assert all(os.path.basename(path) in each for each in said), said
+    said = fine(on_ranks(size, refused))
+    assert all(path.name in each for each in said), said
+    assert not verify(str(tmp_path)).whole
+
+
+def test_leftovers_of_more_ranks_that_no_manifest_lists_do_not_count(tmp_path: Path) -> None:
+    saved = save_some(tmp_path, 2)
+    shutil.copytree(shard(tmp_path, 1), shard(tmp_path, 2))
+    assert resumed(tmp_path, 2) == saved
+    assert resumed(tmp_path, 3) == shared(saved, 3)
+
+
+def test_fields_that_differ_between_ranks_are_named_where_ranks_share_out(tmp_path: Path) -> None:
+    def train(ranks: Ranks) -> None:
+        with made(tmp_path, ranks) as buffer:
+            buffer.attach(counter=Counter())
+            buffer.resume()
+            dtype = torch.float32 if ranks.first else torch.float64
+            buffer.add_trajectories([{"rewards": torch.zeros(2, 2, dtype=dtype)}])
+            buffer.save(1, wait=True)
+
+    def refused(ranks: Ranks) -> None:
+        with made(tmp_path, ranks) as buffer:
+            buffer.attach(counter=Counter())
+            with pytest.raises((Damaged, RankFailed), match=r"shard 1 has the column .*rewards.*shard 0"):
+                buffer.resume()
+
+    fine(on_ranks(2, train))
+    fine(on_ranks(3, refused))
+
+
+def test_a_damaged_trajectory_that_was_left_unread_is_found_when_it_is_sampled(tmp_path: Path) -> None:
+    save_some(tmp_path, 2)
+    flip(segment_of(tmp_path), 3000)
+
+    def go_on(ranks: Ranks) -> int:
+        found = 0
+        with made(tmp_path, ranks) as buffer:
+            buffer.attach(counter=Counter())
+            buffer.resume(verify="lazy")
+            for info in buffer.infos():
+                try:
+                    check(buffer.trajectory(info.trajectory_id))
+                except Damaged:
+                    found += 1
+        return found
+
+    assert sum(fine(on_ranks(3, go_on))) == 1
 
 
 def test_what_ranks_attached_for_themselves_is_not_loaded_by_others(tmp_path: Path) -> None:
@@ -389,3 +489,69 @@ def test_a_save_on_request_of_one_rank_is_made_by_all(tmp_path: Path) -> None:
     assert len(set(steps)) == 1
     assert newest(tmp_path).manifest.step == steps[0]
     assert [each.episodes for each in newest(tmp_path).manifest.shards] == [steps[0]] * 3
+
+
+class Full:
+    """Files on a disk that is full."""
+
+    def __init__(self, files: Any) -> None:
+        self.files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.files, name)
+
+    def create(self, path: str) -> int:
+        raise OSError(28, "no space left", path)
+
+
+@pytest.mark.parametrize("auto_save", [True, False])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(
+    tmp_path: Path, failing: int, auto_save: bool
+) -> None:
+    def train(ranks: Ranks) -> tuple[str, list[int]]:
+        with made(tmp_path, ranks, auto_save=auto_save) as buffer:
+            buffer.attach(counter=(counter := Counter()))
+            buffer.resume()
+            add(buffer, ranks.rank, range(4))
+            buffer.save(0, wait=True)
+            store: Any = buffer._saver.store
+            add(buffer, ranks.rank, range(4, 8))
+            buffer._shelving.join()
+            files = store.files
+            if ranks.rank == failing:
+                store.files = Full(files)
+            with pytest.raises((WriteFailed, RankFailed)) as failed:
+                buffer.save(1, wait=True)
+            store.files = files
+            counter.step = 10
+            add(buffer, ranks.rank, range(8, 10))
+            buffer.save(1, wait=True)
+            return str(failed.value), held(buffer)
+
+    found = fine(on_ranks(3, train))
+    for rank, (said, _) in enumerate(found):
+        assert "no space left" in said
+        assert rank == failing or f"rank {failing}" in said or "rank 0" in said
+    assert newest(tmp_path).manifest.step == 1
+    assert verify(str(tmp_path)).whole
+    assert resumed(tmp_path, 3) == [numbers for _, numbers in found]
+    assert resumed(tmp_path, 2) == shared([numbers for _, numbers in found], 2)
+
+
+def test_what_is_added_during_a_save_is_wholly_in_it_or_wholly_out(tmp_path: Path) -> None:
+    def train(ranks: Ranks) -> list[int]:
+        with made(tmp_path, ranks, auto_save=True) as buffer:
+            buffer.attach(counter=(counter := Counter()))
+            buffer.resume()
+            counter.step = 10
+            add(buffer, ranks.rank, range(30))
+            saving = buffer.save(1)
+            there = len(buffer)
+            add(buffer, ranks.rank, range(30, 40))
+            saving.wait()
+            return held(buffer)[:there]
+
+    found = fine(on_ranks(2, train))
+    assert resumed(tmp_path, 2) == found
+    assert resumed(tmp_path, 3) == shared(found, 3)
