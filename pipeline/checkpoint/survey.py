@@ -17,12 +17,12 @@ from pipeline.checkpoint.manifest import (
     BLOCKS_FILE,
     CONSUMER_FILE,
     MANIFEST_FILE,
+    OF_SHARDS,
     PIPELINE,
     PIPELINE_RANKS,
     PROGRESS_FILE,
     REPLAY,
     REPLAY_BUFFER,
-    SHARDS,
     FileInfo,
     Manifest,
     decode_manifest,
@@ -95,7 +95,7 @@ def survey(layout: Layout) -> Survey:
             )
         if isinstance(manifest, Manifest) and manifest.kind != PIPELINE:
             rows = "; pipeline.tools.salvage_run takes the rows that are whole" if manifest.kind == REPLAY else ""
-            rows = "; resume(allow_partial=True) without what is damaged" if manifest.kind == SHARDS else rows
+            rows = "; resume(allow_partial=True) without what is damaged" if manifest.kind in OF_SHARDS else rows
             raise UsageError(
                 f"{folder}: of a {KINDS.get(manifest.kind, manifest.kind)}; resume(step=...) goes on from an older "
                 f"generation of it{rows}"

@@ -67,6 +67,17 @@ def extras_named(names: Sequence[str]) -> list[Extra]:
     return [Extra(name, np.dtype(name.rpartition(".")[2])) for name in names]
 
 
+def part_to_read(blocks: Sequence[Block], rank: int, size: int) -> list[int]:
+    """Return the places of those of some blocks that a rank reads for all: as many bytes as the others, next to each
+    other."""
+    lengths = np.array([block.length for block in blocks], np.int64)
+    ends = np.cumsum(lengths)
+    middle = ends - lengths // 2
+    whose = np.minimum(middle * size // max(1, int(ends[-1]) if len(ends) else 1), size - 1)
+    own: list[int] = np.flatnonzero(whose == rank).tolist()
+    return own
+
+
 class Gone(NamedTuple):
     """A block whose rows cannot be had: in which file, of which shard, and why."""
 
@@ -129,14 +140,10 @@ class Mover:
     def _own_blocks(self, shards: Sequence[ShardOnDisk], size: int) -> list[tuple[ShardOnDisk, list[Block]]]:
         """Return the blocks that this rank reads: as many bytes as the others, of as few shards as may be."""
         each = [(shard, block) for shard in shards for block in shard.needed()]
-        lengths = np.array([block.length for _, block in each], np.int64)
-        ends = np.cumsum(lengths)
-        middle = ends - lengths // 2
-        whose = np.minimum(middle * size // max(1, int(ends[-1]) if len(ends) else 1), size - 1)
         found: dict[int, list[Block]] = {}
-        for (shard, block), rank in zip(each, whose.tolist(), strict=True):
-            if rank == self._rank:
-                found.setdefault(shard.rank, []).append(block)
+        for number in part_to_read([block for _, block in each], self._rank, size):
+            shard, block = each[number]
+            found.setdefault(shard.rank, []).append(block)
         return [(shards[rank], blocks) for rank, blocks in found.items()]
 
     def rows(self, shard: ShardOnDisk, shares: Shares, blocks: list[Block]) -> Iterator[tuple[int, SomeRows]]:

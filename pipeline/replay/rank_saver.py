@@ -9,7 +9,7 @@ from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import ShardInfo
 from pipeline.config import ReplayOptions
 from pipeline.distributed import Ranks
-from pipeline.errors import ConfigError, Damaged
+from pipeline.errors import ConfigError
 from pipeline.replay.episode_ids import EpisodeIds, EpisodeTable
 from pipeline.replay.loading import Read
 from pipeline.replay.parts import Parts
@@ -52,26 +52,13 @@ class RankSaver(RankSaverOf[Parts, Read], Saver):
         age = 0 if self._ids is None else self._ids.age(ring)
         return msgspec.structs.replace(shard, age=age, own=sorted(self.attached_own))
 
-    def _as_it_was(self, shard: Stored, like: Ring) -> Read | None:
-        """Read this rank's shard as it was; None: one of a rank is damaged, and all are to go on without that."""
-        damage, found = "", None
-        try:
-            found = self._own_shard(shard, like)
-        except Damaged as error:
-            if not self.loading.allow_partial:
-                raise
-            damage = str(error)
-        if self.loading.allow_partial and any(self.ranks.all("damage", damage)):
-            return None
-        return None if found is None else self._noted(found)
-
-    def _own_shard(self, shard: Stored, like: Ring) -> Moved:
+    def _own_shard(self, shard: Stored, like: Ring) -> Read:
         if not like.scattered and says_dropped(shard):
             moved = load_alone(self.store, self._options, shard, like)
             check_generation(shard)
-            return moved
+            return self._noted(moved)
         read_ = self._read_whole(shard, like)
-        return Moved(read_, None if like.scattered else EpisodeTable.of(read_.values, shard.folder))
+        return self._noted(Moved(read_, None if like.scattered else EpisodeTable.of(read_.values, shard.folder)))
 
     def _moved(self, stored: Stored, like: Ring) -> Read:
         loading = self.loading

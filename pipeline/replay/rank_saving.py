@@ -15,7 +15,7 @@ from pipeline.checkpoint.parts import shard_of
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable, load_states, read_state
 from pipeline.config import SavingOptions
 from pipeline.distributed import Ranks
-from pipeline.errors import ConfigError, RankFailed, UsageError
+from pipeline.errors import ConfigError, Damaged, RankFailed, UsageError
 from pipeline.observe import events
 from pipeline.replay.job import SaveJob
 from pipeline.replay.loading import Lost
@@ -55,8 +55,8 @@ class RankSaverOf(SaverOf[P, F]):
         self.store = RankStore(options, self.ranks, files, kind)
         self.attached_own = {}
 
-    def _as_it_was(self, shard: Stored, like: Any) -> F | None:
-        """Read this rank's shard as it was; None: all ranks are to share out anew what is there."""
+    def _own_shard(self, shard: Stored, like: Any) -> F:
+        """Read this rank's shard as it was."""
         raise NotImplementedError
 
     def _moved(self, stored: Stored, like: Any) -> F:
@@ -174,6 +174,17 @@ class RankSaverOf(SaverOf[P, F]):
         whole: Any = found  # a named tuple, of whichever kind
         read: F = whole._replace(stored=stored, states=states, own=own, left=left)
         return read
+
+    def _as_it_was(self, shard: Stored, like: Any) -> F | None:
+        """Read this rank's shard as it was; None: one of a rank is damaged, and all are to go on without that."""
+        damage, found = "", None
+        try:
+            found = self._own_shard(shard, like)
+        except Damaged as error:
+            if not self.loading.allow_partial:
+                raise
+            damage = str(error)
+        return None if self.loading.allow_partial and any(self.ranks.all("damage", damage)) else found
 
     def _own_states(
         self, lost: Lost, stored: Stored, shard: Stored | None

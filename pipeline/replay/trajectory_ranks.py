@@ -16,8 +16,8 @@ from pipeline.replay.gate import Gate
 from pipeline.replay.job import SaveJob
 from pipeline.replay.rank_saving import RankSaverOf, check_folder
 from pipeline.replay.trajectory_loading import ReadTrajectories
+from pipeline.replay.trajectory_moving import Had, TrajectoryMoving
 from pipeline.replay.trajectory_saving import TrajectoryParts, TrajectorySaver
-from pipeline.replay.trajectory_shards import Had, TrajectoryMoving
 from pipeline.store.files import FilesLike
 
 
@@ -62,7 +62,7 @@ class TrajectoryRankSaver(RankSaverOf[TrajectoryParts, ReadTrajectories], Trajec
         )
         return job
 
-    def _as_it_was(self, shard: Stored, like: Any) -> ReadTrajectories | None:
+    def _own_shard(self, shard: Stored, like: Any) -> ReadTrajectories:
         return self._noted(self._moving(like).as_it_was(shard))
 
     def _moved(self, stored: Stored, like: Any) -> ReadTrajectories:

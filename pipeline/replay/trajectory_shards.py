@@ -1,34 +1,22 @@
-"""What a generation holds of each rank's trajectories, and bringing them to other ranks.
-
-Payloads stay where they lie, whoever wrote them: what moves is the entry in a rank's list. Each payload is read by the
-rank that is to have it, and by no other one.
-"""
+"""What a generation holds of each rank's trajectories, and which of them each of other ranks is to have."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.checkpoint.generations import Stored
-from pipeline.checkpoint.manifest import BLOCKS_FILE, OWN_FOLDER
-from pipeline.config import TrajectoryOptions
-from pipeline.distributed import Ranks
+from pipeline.checkpoint.manifest import BLOCKS_FILE, OWN_FOLDER, ShardInfo
 from pipeline.errors import Damaged
-from pipeline.observe import events
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.flattening import TrajectoryInfo
 from pipeline.replay.loading import read_values
-from pipeline.replay.rank_store import RankStore
-from pipeline.replay.saving import Loading
-from pipeline.replay.shards import Shares, check_files, each_shard, share_out, unlike
-from pipeline.replay.shelf import Shelf
-from pipeline.replay.state import generator_state
-from pipeline.replay.trajectory_loading import Reading, ReadTrajectories, Room, blocks_of, read_infos
+from pipeline.replay.shards import Shares, check_files, each_shard, unlike
+from pipeline.replay.trajectory_loading import Reading, ReadTrajectories, blocks_of, read_infos
 from pipeline.replay.trajectory_state import TrajectoryState
 from pipeline.store.segments import Block
 
@@ -51,6 +39,14 @@ class TrajectoriesOnDisk(NamedTuple):
         """How many trajectories were ever added."""
         return self.state.trajectory_counter
 
+    def without(self, places: Collection[int]) -> TrajectoriesOnDisk:
+        """Return it without some of its trajectories, by their places."""
+        if not places:
+            return self
+        kept = [at for at in range(len(self.infos)) if at not in places]
+        infos, blocks = [self.infos[at] for at in kept], [self.blocks[at] for at in kept]
+        return self._replace(infos=infos, blocks=blocks, table=EpisodeTable(*(each[kept] for each in self.table)))
+
     def read(self, reading: Reading) -> ReadTrajectories:
         """Read its trajectories, as many as there is room for.
 
@@ -60,6 +56,24 @@ class TrajectoriesOnDisk(NamedTuple):
         """
         shelf = reading.shelf(self.state.schema, self.infos, self.blocks, self.added)
         return ReadTrajectories(self.stored, self.state, self.unknown, {}, shelf, [])
+
+
+def read_trajectory_shards(stored: Stored, gone: list[ShardInfo] | None = None) -> list[TrajectoriesOnDisk]:
+    """Read what a generation says of all its shards, but for payloads. Blocks.
+
+    Args:
+        stored: the generation.
+        gone: takes what the manifest says of shards that cannot be read, where that is allowed: they have none then.
+
+    Raises:
+        Damaged, NewerFormat: as :func:`read_trajectory_shard`; or a rank is missing.
+    """
+    return each_shard(
+        stored,
+        gone,
+        read_trajectory_shard,
+        lambda part, rank: TrajectoriesOnDisk(rank, part, TrajectoryState(), {}, [], [], EpisodeTable.none()),
+    )
 
 
 def read_trajectory_shard(stored: Stored, rank: int) -> TrajectoriesOnDisk:
@@ -114,98 +128,3 @@ def listed_for(
         np.concatenate([one[own] for one, (own, _) in zip(column, places, strict=True)])[order] for column in columns
     ]
     return infos, blocks, EpisodeTable(*parts)
-
-
-class Had(NamedTuple):
-    """What one rank has of a generation.
-
-    Attributes:
-        read: its trajectories, and the rest of its state.
-        table: their names.
-    """
-
-    read: ReadTrajectories
-    table: EpisodeTable
-
-
-class TrajectoryMoving:
-    """One rank's part in a load. Where shares are made anew, every rank reads what the generation lists of all shards,
-    and plans from that alone."""
-
-    def __init__(
-        self, store: RankStore, ranks: Ranks, options: TrajectoryOptions, room: Room, loading: Loading
-    ) -> None:
-        self._store, self._ranks, self._options, self._loading = store, ranks, options, loading
-        folder = store.folder
-        self._reading = Reading(folder.layout, folder.tag, room, "lazy" if loading.lazily else "full")
-
-    def as_it_was(self, shard: Stored) -> Had:
-        """Return this rank's shard as it was; of a smaller capacity, the newest trajectories of it.
-
-        Raises:
-            Damaged, StoreError: something is missing, or cannot be read.
-            ConfigError: the rows do not fit into memory.
-        """
-        own = read_trajectory_shard(shard, self._ranks.rank)
-        return Had(own.read(self._reading), own.table)
-
-    def shared_out(self, stored: Stored) -> Had:
-        """Return this rank's part of all shards.
-
-        Raises:
-            ConfigError: there is no room.
-            Damaged, StoreError: something is missing, or cannot be read.
-            RankFailed: the ranks have planned differently, or one of them failed.
-        """
-        begun, ranks = time.monotonic(), self._ranks
-        planned: list[tuple[list[TrajectoriesOnDisk], Schema | None, Shares]] = []
-
-        def plan() -> str:
-            shards = each_shard(stored, None, read_trajectory_shard, read_trajectory_shard)
-            schema = schema_of(shards)
-            planned.append((shards, schema, self._shares(shards, stored)))
-            return planned[0][2].plan.digest()
-
-        ranks.alike("plan", plan)
-        shards, schema, shares = planned[0]
-        infos, blocks, table = listed_for(ranks.rank, shards, shares)
-        end = shares.firsts[ranks.rank] + len(infos)
-        found: list[Shelf] = []
-
-        def read() -> int:
-            found.append(self._reading.shelf(schema, infos, blocks, end))
-            return self._reading.bytes_read
-
-        bytes_read = ranks.together("trajectories", read)
-        self._store.log.info(
-            events.RUN_RESHARDED,
-            generation=stored.manifest.generation,
-            shards=len(shards),
-            ranks=ranks.size,
-            rows=shares.rows[ranks.rank],
-            evicted=shares.plan.evicted_steps,
-            bytes_read=sum(bytes_read),
-            seconds=time.monotonic() - begun,
-        )
-        # The streams of the shards are none of these ranks': each begins one of its own.
-        rng = np.random.Generator(np.random.PCG64([self._options.seed, self._store.folder.incarnation, ranks.rank]))
-        state = TrajectoryState(
-            columns=None if schema is None else list(schema.columns),
-            size=len(infos),
-            total_samples=shares.rows[ranks.rank],
-            trajectory_counter=end,
-            generator=generator_state(rng),
-        )
-        read_ = ReadTrajectories(stored, state, shards[0].unknown, {}, found[0], [])
-        return Had(read_, table._replace(number=np.arange(end - len(infos), end)))
-
-    def _shares(self, shards: Sequence[TrajectoriesOnDisk], stored: Stored) -> Shares:
-        return share_out(
-            shards,
-            self._ranks.size,
-            self._options.capacity,
-            rebalance=self._loading.rebalance,
-            evict=self._loading.evict_oldest,
-            where=stored.folder,
-            counted="episodes",
-        )

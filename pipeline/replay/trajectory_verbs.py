@@ -49,6 +49,7 @@ class TrajectoryVerbs(FolderVerbs):
         verify: Verify = "full",
         rebalance: bool = False,
         evict_oldest: bool = False,
+        allow_partial: bool = False,
     ) -> ReplayResumed:
         """Go on from the newest generation, or from the newest one of ``step``; in an empty directory, begin.
 
@@ -64,9 +65,13 @@ class TrajectoryVerbs(FolderVerbs):
                 them; by default each has its own again. Of another number of ranks they always are: whole, the oldest
                 first, so that each rank has about as many transitions. Numbers are then those that they have there.
             evict_oldest: whether the oldest trajectories go where other ranks have no room for all of them.
+            allow_partial: with ``ranks``, whether to go on with what is whole where trajectories, or shards of ranks,
+                are damaged or missing: it is shared out anew, and ``ReplayResumed.lost`` and the log say what is gone.
+                What is attached must be whole.
 
         Raises:
-            ConfigError: ``verify`` is none of the two; or trajectories are shared out anew, and there is no room.
+            ConfigError: ``verify`` is none of the two; or trajectories are shared out anew, and there is no room; or
+                ``allow_partial`` without ranks, or with ``verify="lazy"``.
             RankFailed, RankLost: another rank failed, or was not heard from: no rank was changed.
             UsageError: there is no directory, or trajectories were added before, or other things are attached; or the
                 options name signals, and this is not the main thread.
@@ -76,8 +81,15 @@ class TrajectoryVerbs(FolderVerbs):
         self._usable()
         if verify not in ("full", "lazy"):
             raise ConfigError.of("verify", verify, "'full' and 'lazy' are allowed")
+        if allow_partial and (self.ranks is None or verify == "lazy"):
+            raise ConfigError(
+                "allow_partial: with ranks= and verify='full', as what is damaged must be known at once. Without "
+                "ranks, pipeline.tools.salvage_run writes the trajectories that are whole into a new run",
+                option="allow_partial",
+            )
+        loading = Loading(verify == "lazy", False, rebalance, evict_oldest, allow_partial)
         with self._hearing(), self._saver.lock:
-            self._saver.loading = Loading(lazily=verify == "lazy", rebalance=rebalance, evict_oldest=evict_oldest)
+            self._saver.loading = loading
             with self.gate.lock:
                 found = self._saver.find(step, self._own)
                 if found is not None:

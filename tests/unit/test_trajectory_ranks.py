@@ -16,8 +16,9 @@ from pipeline import Ranks, TrajectoryBuffer
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import Stored, find_generations
 from pipeline.errors import ConfigError, Damaged, RankFailed, UsageError, WriteFailed
+from pipeline.replay.trajectory_shards import read_trajectory_shards
 from pipeline.store.layout import Layout
-from tests.support.ranks import fine, on_ranks
+from tests.support.ranks import fine, on_ranks, ranks_of
 from tests.support.replaying import Counter
 from tests.support.trajectories import check, draws, trajectory
 
@@ -93,11 +94,13 @@ def resumed(directory: Path, size: int, how: dict[str, Any] | None = None, **opt
 
 def shared(shards: list[list[int]], size: int) -> list[list[int]]:
     """The rule, as plainly as it can be written: oldest first, each to who has the fewest transitions, then the fewest
-    trajectories. Ranks have added one each in turn."""
+    trajectories. Ranks have added one each in turn; below 0: it is gone."""
     aged = [(at, rank, number) for rank, numbers in enumerate(shards) for at, number in enumerate(numbers)]
     found: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for _, _, number in sorted(aged):
+        if number < 0:
+            continue
         least = min(range(size), key=lambda target: (loads[target], len(found[target]), target))
         found[least].append(number)
         loads[least] += (1 + number % 5) * (1 + number % 3)
@@ -226,11 +229,8 @@ def test_names_and_ages_travel_and_new_ones_cannot_collide(tmp_path: Path) -> No
     save_some(tmp_path, 2)
 
     def names(directory: Path) -> dict[int, tuple[int, int]]:
-        from pipeline.replay.shards import each_shard
-        from pipeline.replay.trajectory_shards import read_trajectory_shard
-
         found = {}
-        for shard in each_shard(newest(directory), None, read_trajectory_shard, read_trajectory_shard):
+        for shard in read_trajectory_shards(newest(directory)):
             for info, uid, age in zip(shard.infos, shard.table.uid.tolist(), shard.table.age.tolist(), strict=True):
                 assert info.max_episode_length not in found
                 found[info.max_episode_length] = (uid, age)
@@ -368,6 +368,63 @@ def test_damage_is_an_error_on_all_ranks_that_names_the_file_and_changes_nothing
     said = fine(on_ranks(size, refused))
     assert all(path.name in each for each in said), said
     assert not verify(str(tmp_path)).whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("what", list(DAMAGES))
+def test_what_is_whole_is_shared_out_where_that_is_asked_for(tmp_path: Path, what: str, size: int) -> None:
+    saved = save_some(tmp_path, 2)
+    rows = {number: (1 + number % 5) * (1 + number % 3) for each in saved for number in each}
+    path = damage(what, tmp_path)
+
+    def go_on(ranks: Ranks) -> Any:
+        with made(tmp_path, ranks) as buffer:
+            buffer.attach(counter=(counter := Counter()))
+            found = buffer.resume(allow_partial=True)
+            assert counter.step == 10
+            buffer.save(2, wait=True)
+            return held(buffer), tuple(found.lost)
+
+    found = fine(on_ranks(size, go_on))
+    left = [numbers for numbers, _ in found]
+    lost = {each for _, each in found}
+    assert len(lost) == 1  # all say the same
+    ((gone_rows, gone, files),) = lost
+    kept = {number for each in left for number in each}
+    missing = rows.keys() - kept
+    assert (gone, gone_rows) == (len(missing), sum(rows[number] for number in missing))
+    if "segment" in what or "shard" in what or "names" in what or "generation" in what:
+        whose = 0 if "segment" in what else 1
+        assert missing == set(saved[whose])
+    elif "payload" in what:
+        assert len(missing) == 1
+    else:
+        assert missing == set(saved[0])
+    assert len(files) == 1
+    assert Path(files[0]).name in (path.name, *path.parent.parts, *path.parts)
+    assert left == shared([[number if number in kept else -1 for number in each] for each in saved], size)
+    assert resumed_step_two(tmp_path, size) == left
+
+
+def resumed_step_two(directory: Path, size: int) -> list[list[int]]:
+    """What was saved after it is whole, and is what there was."""
+
+    def go_on(ranks: Ranks) -> list[int]:
+        with made(directory, ranks) as buffer:
+            buffer.attach(counter=Counter())
+            assert buffer.resume().step == 2
+            return held(buffer)
+
+    return fine(on_ranks(size, go_on))
+
+
+def test_nothing_is_shared_out_anew_where_nothing_is_damaged(tmp_path: Path) -> None:
+    saved = save_some(tmp_path, 2)
+    assert resumed(tmp_path, 2, {"allow_partial": True}) == saved
+    with made(tmp_path, *ranks_of(1)) as buffer, pytest.raises(ConfigError, match="verify='full'"):
+        buffer.resume(allow_partial=True, verify="lazy")
+    with TrajectoryBuffer(directory=tmp_path) as alone, pytest.raises(ConfigError, match="salvage_run"):
+        alone.resume(allow_partial=True)
 
 
 def test_leftovers_of_more_ranks_that_no_manifest_lists_do_not_count(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import msgspec
 from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAJECTORY_SHARDS
 from pipeline.errors import Damaged
 from pipeline.replay.flattening import TrajectoryInfo
-from pipeline.replay.shards import each_shard, share_out
+from pipeline.replay.shards import share_out
 from pipeline.replay.trajectory_blobs import decode_info
 from pipeline.replay.trajectory_loading import blocks_of, read_infos
-from pipeline.replay.trajectory_shards import listed_for, read_trajectory_shard, schema_of
+from pipeline.replay.trajectory_shards import listed_for, read_trajectory_shards, schema_of
 from pipeline.store.codec import ITEM_KEY, read_bytes
 from pipeline.store.segments import Block, PayloadReader
 from pipeline.tools.interchange.runs import Opened
@@ -49,7 +49,7 @@ def _of_one(opened: Opened) -> _Listed:
 
 def _of_ranks(opened: Opened) -> _Listed:
     """Return those of all ranks, as one rank would have them; numbered from 0 on, as ranks have equal numbers."""
-    shards = each_shard(opened.stored, None, read_trajectory_shard, read_trajectory_shard)
+    shards = read_trajectory_shards(opened.stored)
     where = opened.stored.folder
     schema_of(shards)
     shares = share_out(shards, 1, None, rebalance=True, evict=False, where=where, counted="episodes")
