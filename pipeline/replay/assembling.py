@@ -9,6 +9,7 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.compressed import fitting
 from pipeline.buffer.transitions.layout import CUT, END
+from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.errors import Damaged
 from pipeline.replay.episode_ids import EpisodeTable
@@ -34,7 +35,8 @@ class Assembled:
         extras: what there is of each row beside its columns.
         nexts: columns of next observations that are kept aside.
         """
-        self._ring, self._first, self._nexts = ring, added - rows, nexts
+        # Where rows lie in any order, they lie in their own here, from the first slot on.
+        self._ring, self._first, self._nexts = ring, 0 if ring.scattered else added - rows, nexts
         ring.restore(added, rows, [])
         self._there = np.zeros(rows, bool)
         self.extras: dict[str, np.ndarray] = {each.name: np.zeros(rows, each.dtype) for each in extras}
@@ -97,21 +99,34 @@ class Assembled:
         """Return how many of the episodes lack rows that have not come."""
         return len(np.unique(np.repeat(np.arange(len(table.rows)), table.rows)[~self._there]))
 
-    def finish(self, table: EpisodeTable, open_episodes: list[list[int]]) -> None:
+    def finish(self, table: EpisodeTable, open_episodes: list[list[int]], episodes: int = 0) -> None:
         """Link the rows, all of which are there.
 
         Args:
             table: the episodes, whose rows lie one after the other.
             open_episodes: those that have no end yet, as :class:`~pipeline.buffer.transitions.episodes.Episodes` knows
                 them.
+            episodes: where rows are of no episode that could be kept together, the number of the next one.
         """
         ring = self._ring
         if ring.storage.schema is None:
+            return
+        if isinstance(ring, Pool):
+            self._finish_pool(ring, episodes)
             return
         ring.episodes.load(open_episodes, len(table.rows))
         ring.link_adjacent(table.rows)
         ends = ring.oldest + np.cumsum(table.rows) - 1
         ring.restore(ring.added, ring.size, ends[ring.mark(END, ends) == CUT].tolist() if ring.size else [])
+
+    @staticmethod
+    def _finish_pool(pool: Pool, episodes: int) -> None:
+        pool.episodes.load([], episodes)
+        rows, first = np.arange(pool.size), pool.added - pool.size
+        nowhere = np.full(pool.size, -1, np.int64)  # on the disk they lie among those of others
+        pool.take_places([0, pool.size, 0, 0], {"keys": rows, "serials": first + rows, "at": nowhere})
+        pool.cut_keys = np.flatnonzero(pool.storage.view(END)[rows] == CUT).tolist()
+        pool.relink()
 
     def close_gaps(self, table: EpisodeTable, names: int) -> tuple[EpisodeTable, int]:
         """Go on without the rows that have not come. What is left of an episode on each side of a gap is an episode of

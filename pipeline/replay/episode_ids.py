@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from pipeline.buffer.transitions.layout import EPISODE, PLACE
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.listed import HEADLESS, OPEN
-from pipeline.errors import Damaged
+from pipeline.errors import ConfigError, Damaged
 
 Ints = np.ndarray
 _NUMBER_BITS, _RANK_BITS = 36, 12
@@ -182,6 +183,40 @@ class EpisodeIds(Ids):
         flags = np.where(skipped > 0, HEADLESS, 0) | np.where(np.isin(numbers, ring.episodes.open()), OPEN, 0)
         uid, age = self.of(numbers, first - self._from)
         return EpisodeTable(numbers, uid, age, length, length - skipped, flags)
+
+
+def values_of_rows(uid: Ints, age: Ints) -> dict[str, np.ndarray]:
+    """Return what names rows that are of no episode, oldest first, as what a generation holds of it."""
+    return {"pool.uid.int64": uid, "pool.age.int64": age}
+
+
+def table_of_rows(values: Mapping[str, np.ndarray], rank: int, where: str, *, named: bool = False) -> EpisodeTable:
+    """Return rows that are of no episode as if each were one: by what a generation holds of them.
+
+    Args:
+        values: of the generation.
+        rank: whose.
+        where: for messages.
+        named: whether they must have been named when they were saved; else they get names here.
+
+    Raises:
+        ConfigError: they were not.
+        Damaged: they do not fit together.
+    """
+    serials = values["pool.serials.int64"]
+    uid, age = values.get("pool.uid.int64"), values.get("pool.age.int64")
+    if uid is None or age is None:
+        if named:
+            raise ConfigError(
+                f"{where}: saved by a version that gave rows no names where others than the oldest go first: they are "
+                "loaded by as many ranks as saved them. Save them once more with those",
+                option="remove",
+            )
+        uid, age = prefix_of(0, rank) | serials, serials  # no life has this number
+    if not len(uid) == len(age) == len(serials) or (np.diff(serials) <= 0).any():
+        raise Damaged(f"{where}: the names of its rows do not fit together. resume() an older generation")
+    ones = np.ones_like(serials)
+    return EpisodeTable(serials, uid, age, ones, ones, np.zeros_like(serials))
 
 
 def _headless(ring: Ring) -> tuple[Ints, Ints]:

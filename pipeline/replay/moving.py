@@ -24,6 +24,7 @@ from pipeline.buffer.transitions.compressed import packed_row
 from pipeline.buffer.transitions.layout import (
     AHEAD,
     BEHIND,
+    CUT,
     END,
     EPISODE,
     PLACE,
@@ -31,6 +32,7 @@ from pipeline.buffer.transitions.layout import (
     VERSION,
     RowLayout,
 )
+from pipeline.buffer.transitions.layout import OPEN as GOES_ON
 from pipeline.buffer.transitions.storage import as_runs
 from pipeline.errors import Damaged
 from pipeline.replay.ahead import ahead
@@ -153,7 +155,7 @@ class Mover:
         Raises:
             Damaged: a block is not whole, or holds other rows than are listed.
         """
-        homes = _Homes(shard, shares, self._wanted)
+        homes = (_PoolHomes if shard.pool else _Homes)(shard, shares, self._wanted)
         by_first = {block.first: block for block in blocks}
         with contextlib.closing(ahead(self._reader.each(block.place for block in by_first.values()))) as places:
             for place, found in places:
@@ -184,7 +186,7 @@ class Mover:
                 to, given = as_runs(to, column.nbytes), as_runs(given, column.nbytes)
             to[...] = given
         records[VERSION], records[END] = arrays[VERSION], arrays[END]
-        homes.mark(records, found)
+        homes.mark(records, found, arrays)
         large = [arrays[column.name] for column in layout.large]
         extras = homes.extras_of(keys)
         aside, nexts = homes.aside_of(keys)
@@ -309,7 +311,7 @@ class _Homes:
         spread = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         return _Found(at, place, rank, row, order[spread], runs)
 
-    def mark(self, records: np.ndarray, found: _Found) -> None:
+    def mark(self, records: np.ndarray, found: _Found, arrays: Arrays) -> None:
         """Write the marks that rows have where they go."""
         if not len(self._table.number):
             return
@@ -326,6 +328,58 @@ class _Homes:
         """Return which of the rows have a next observation aside, and these."""
         low, high = np.searchsorted(self._aside, (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
         return self._aside[low:high] - (keys[0] if len(keys) else 0), [each[low:high] for each in self._nexts]
+
+
+class _PoolHomes(_Homes):
+    """As :class:`_Homes`, of rows that lie in any order: each goes by itself. For keys stands which of the shard's rows
+    they are, oldest first."""
+
+    def __init__(self, shard: ShardOnDisk, shares: Shares, wanted: Wanted) -> None:
+        super().__init__(shard, shares, wanted)
+        self._order = np.argsort(shard.pool["at"])
+        self._at = shard.pool["at"][self._order]
+        self._opened = np.array(sorted(key for _, key, *_ in shard.state.open_episodes), np.int64)
+        self._before = shard.before
+
+    def there(self, block: Block, arrays: Arrays) -> tuple[Ints, Arrays]:
+        low, high = np.searchsorted(self._at, (block.first, block.first + block.count))
+        own = np.sort(self._order[low:high])
+        rows = self._shard.pool["at"][own] - block.first
+        arrays = {name: array[rows] for name, array in arrays.items()}
+        keys = self._shard.pool["keys"][own]
+        order = np.argsort(keys)
+        for name, changed, values in self._written:
+            found = np.searchsorted(keys[order], changed)
+            inside = np.flatnonzero(found < len(keys))
+            inside = inside[keys[order][found[inside]] == changed[inside]]
+            places = order[found[inside]]
+            for at, value in zip(places.tolist(), values[inside], strict=True):
+                arrays[name][at] = packed_row(value) if arrays[name].dtype == object else value
+        ends = self._ends.of(keys, arrays[END])
+        # Environments begin anew: what had no end yet ends where it is.
+        ends[np.isin(self._table.number[own], self._opened) & (ends == GOES_ON)] = CUT
+        arrays[END] = ends
+        return own, arrays
+
+    def find(self, keys: Ints, arrays: Arrays, where: str) -> _Found:
+        rank, row = self._ranks[keys], self._places[keys]
+        order = np.lexsort((row, rank))
+        order = order[rank[order] >= 0]
+        begins = np.flatnonzero((np.diff(rank[order], prepend=-2) != 0) | (np.diff(row[order], prepend=-2) != 1))
+        counts = np.diff(np.append(begins, len(order)))
+        runs = np.stack([rank[order[begins]], row[order[begins]], counts], axis=1)
+        return _Found(keys, np.zeros_like(keys), rank, row, order, runs)
+
+    def mark(self, records: np.ndarray, found: _Found, arrays: Arrays) -> None:
+        records[EPISODE], records[PLACE] = arrays[EPISODE] + self._before, arrays[PLACE]
+        records[AHEAD], records[BEHIND] = 0, 0
+        records[SERIAL] = found.row.astype(np.uint32)
+
+    def extras_of(self, keys: Ints) -> list[np.ndarray]:
+        return [each[keys] for each in self._extras]
+
+    def aside_of(self, keys: Ints) -> tuple[Ints, list[np.ndarray]]:
+        return np.empty(0, np.int64), []
 
 
 def _grouped(at: Ints) -> Ints:

@@ -92,12 +92,21 @@ def check_kind(state: BufferState, ring: Ring, where: str) -> None:
     Raises:
         UsageError: they differ.
     """
-    if (state.remove != "fifo") != ring.scattered:
-        raise UsageError(f"{where}: was saved with remove={state.remove!r}; build the buffer with that")
+    check_order(state, ring, where)
     if ring.scattered and state.capacity != ring.capacity:
         raise UsageError(
             f"{where}: was saved with capacity={state.capacity}; where not the oldest rows go first, build with that"
         )
+
+
+def check_order(state: BufferState, ring: Ring, where: str) -> None:
+    """Compare whether rows lay in any order with whether they are to.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if (state.remove != "fifo") != ring.scattered:
+        raise UsageError(f"{where}: was saved with remove={state.remove!r}; build the buffer with that")
 
 
 def check_sharing(state: BufferState, options: ReplayOptions, where: str) -> None:

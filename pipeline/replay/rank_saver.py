@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
+from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import ShardInfo
 from pipeline.config import ReplayOptions
 from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError
-from pipeline.replay.episode_ids import EpisodeIds, EpisodeTable
+from pipeline.replay.episode_ids import EpisodeIds, EpisodeTable, Ids, table_of_rows, values_of_rows
 from pipeline.replay.loading import Read
 from pipeline.replay.parts import Parts
 from pipeline.replay.rank_saving import RankSaverOf, check_folder
@@ -41,6 +43,7 @@ class RankSaver(RankSaverOf[Parts, Read], Saver):
         self._known: EpisodeTable | None = None  # of what was read, until it is in use
         self._named = 0
         self._ids: EpisodeIds | None = None
+        self._rows_ids: Ids | None = None  # where rows are of no episode
 
     def _names(self, ring: Ring) -> EpisodeIds | None:
         if ring.scattered:
@@ -48,8 +51,15 @@ class RankSaver(RankSaverOf[Parts, Read], Saver):
         self._ids = self._ids or EpisodeIds(self.store.folder.incarnation, self.ranks.rank)
         return self._ids
 
+    def _row_names(self, pool: Pool) -> dict[str, np.ndarray]:
+        ids = self._rows_ids = self._rows_ids or Ids(self.store.folder.incarnation, self.ranks.rank)
+        serials = pool.places()["serials"]
+        return values_of_rows(*ids.of(serials, serials - ids.begin))
+
     def _described(self, ring: Ring, shard: ShardInfo) -> ShardInfo:
         age = 0 if self._ids is None else self._ids.age(ring)
+        if self._rows_ids is not None:
+            age = self._rows_ids.age_after(ring.added - self._rows_ids.begin)
         return msgspec.structs.replace(shard, age=age, own=sorted(self.attached_own))
 
     def _own_shard(self, shard: Stored, like: Ring) -> Read:
@@ -58,7 +68,9 @@ class RankSaver(RankSaverOf[Parts, Read], Saver):
             check_generation(shard)
             return self._noted(moved)
         read_ = self._read_whole(shard, like)
-        return self._noted(Moved(read_, None if like.scattered else EpisodeTable.of(read_.values, shard.folder)))
+        if like.scattered:
+            return self._noted(Moved(read_, table_of_rows(read_.values, self.ranks.rank, shard.folder)))
+        return self._noted(Moved(read_, EpisodeTable.of(read_.values, shard.folder)))
 
     def _moved(self, stored: Stored, like: Ring) -> Read:
         loading = self.loading
@@ -81,7 +93,9 @@ class RankSaver(RankSaverOf[Parts, Read], Saver):
     def adopt(self, found: Read) -> None:
         """Go on from what was read."""
         super().adopt(found)
-        if not found.ring.scattered:
-            life, rank = self.store.folder.incarnation, self.ranks.rank
-            known, named = self._known, self._named
+        life, rank = self.store.folder.incarnation, self.ranks.rank
+        known, named = self._known, self._named
+        if found.ring.scattered:
+            self._rows_ids = Ids(life, rank, age=self._age, begin=found.ring.added, known=known)
+        else:
             self._ids = EpisodeIds(life, rank, age=self._age, ring=found.ring, known=known, named=named)

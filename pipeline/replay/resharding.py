@@ -26,7 +26,7 @@ from pipeline.replay.assembling import Assembled
 from pipeline.replay.episode_ids import EpisodeTable, prefix_of
 from pipeline.replay.loading import Lost, Read, check_columns
 from pipeline.replay.moving import Mover, Wanted, extras_named
-from pipeline.replay.parts import check_sharing, tag_of
+from pipeline.replay.parts import check_order, check_sharing, tag_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.shards import Listed, ShardOnDisk, Shares, common_schema, part_of, read_shards, share_out
 from pipeline.replay.state import BufferState, generator_state
@@ -119,7 +119,11 @@ class Moving:
         if own.missing and self._partial:
             table, named = own.close_gaps(table, prefix_of(self._store.folder.incarnation, ranks.rank))
         own.check_whole(self._stored.folder)
-        own.finish(table, open_in(table, ring.oldest))
+        own.finish(table, open_in(table, ring.oldest), sum(each.state.next_episode for each in shards))
+        if ring.scattered:
+            ring.not_kept = part_of(sum(each.state.pool[2] for each in shards), ranks.size, ranks.rank)
+            # They are known by how many were added before.
+            table = table._replace(number=ring.added - ring.size + table.number)
         if len(shards) > 1 or ranks.size > 1:
             self._store.log.info(
                 events.RUN_RESHARDED,
@@ -137,7 +141,10 @@ class Moving:
         planned: list[tuple[list[ShardOnDisk], Shares]] = []
 
         def plan() -> str:
-            shards = self._shards or read_shards(self._stored, self._gone if self._partial else None)
+            gone = self._gone if self._partial else None
+            shards = self._shards or read_shards(self._stored, gone, pools=True)
+            for each in shards:
+                check_order(each.state, self._like, self._stored.folder)
             capacity, where = self._options.capacity, self._stored.folder
             shares = share_out(shards, self._ranks.size, capacity, rebalance=rebalance, evict=evict, where=where)
             planned.append((shards, shares))
@@ -237,6 +244,8 @@ class Moving:
             "cut_keys": ring.cut_keys_there(),
             "selection": tag_of(options) if self._same(shards) else "",
             "selector": self._selected(shards).state(ring.added),
+            "remove": options.remove.by,
+            "pool": ring.numbers(),
             "next_obs_columns": wanted.nexts if wanted is not None and wanted.nexts else None,
         }
         if self._shards is not None:  # it is its own, and goes on as it was

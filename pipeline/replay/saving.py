@@ -6,6 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from pipeline.buffer.transitions.blocks import rows_of_block
 from pipeline.buffer.transitions.compressed import check_compressed
 from pipeline.buffer.transitions.pool import Pool
@@ -360,11 +362,12 @@ class Saver(SaverOf[Parts, Read]):
         parts.written.captured = ring.added
         if isinstance(ring, Pool):
             kept, slots = assign_places(ring, store.blocks)
+            names = self._row_names(ring)
         state = state_of(parts, self._options, self.stale_updates)
         held = settled(ring, self._options, state, values_of(parts), self._names(ring), store.rank)
         store.shard = self._described(ring, held.shard)
         if isinstance(ring, Pool):
-            return PoolJob(ring, self._gate, held.state, held.values, kept, slots)
+            return PoolJob(ring, self._gate, held.state, held.values | names, kept, slots)
         return self._room.job(ring, held.state, held.values, self._first(ring))
 
     def said(self) -> dict[str, int]:
@@ -374,6 +377,10 @@ class Saver(SaverOf[Parts, Read]):
     def _names(self, ring: Ring) -> EpisodeIds | None:
         """Return what names episodes; None: their numbers do."""
         return None
+
+    def _row_names(self, pool: Pool) -> dict[str, np.ndarray]:
+        """Return what names rows that are of no episode; nothing: their numbers do."""
+        return {}
 
     def _described(self, ring: Ring, shard: ShardInfo) -> ShardInfo:
         """Return what the manifest is to say of the rows."""

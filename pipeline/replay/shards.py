@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from pipeline.checkpoint.planned import Plan
 from pipeline.checkpoint.reshard import plan
 from pipeline.checkpoint.shares import Counted
 from pipeline.errors import ConfigError, Damaged
-from pipeline.replay.episode_ids import EpisodeTable, maker
+from pipeline.replay.episode_ids import EpisodeTable, maker, table_of_rows
 from pipeline.replay.loading import read_values
 from pipeline.replay.state import STATE_FILE, BufferState, read_buffer_state
 from pipeline.store.segments import Block, needed_blocks, read_blocks
@@ -51,6 +51,10 @@ class ShardOnDisk(NamedTuple):
     unknown: dict[str, Any]
     table: EpisodeTable
     blocks: list[Block]
+    pool: Mapping[str, np.ndarray] = {}
+    """Where rows lie in any order: their ``keys`` and their places (``at``), oldest first."""
+    before: int = 0
+    """What is to be added to the numbers of its episodes, so that those of several shards differ."""
 
     @property
     def added(self) -> int:
@@ -64,6 +68,8 @@ class ShardOnDisk(NamedTuple):
 
     def needed(self) -> list[Block]:
         """Return the blocks in which rows lie that are there, in their order."""
+        if self.pool:
+            return sorted(self.blocks, key=lambda block: block.first)
         return needed_blocks(self.blocks, self.oldest) if self.state.size else []
 
     def values(self) -> dict[str, np.ndarray]:
@@ -79,24 +85,27 @@ def trainer_of(stored: Stored) -> Stored:
     return Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=files))
 
 
-def read_shards(stored: Stored, gone: list[ShardInfo] | None = None) -> list[ShardOnDisk]:
+def read_shards(stored: Stored, gone: list[ShardInfo] | None = None, *, pools: bool = False) -> list[ShardOnDisk]:
     """Read what a generation says of all its shards, but for payloads and what is of each row. Blocks.
 
     Args:
         stored: the generation.
         gone: takes what the manifest says of shards that cannot be read, where that is allowed: they have no rows then.
+        pools: whether rows may lie in any order.
 
     Raises:
         ConfigError: the rows are such that only as many ranks as wrote them can load them.
         Damaged: something is missing, or does not fit together.
     """
     whole = gone is not None
-    return each_shard(
+    shards = each_shard(
         stored,
         gone,
-        lambda part, rank: read_shard(part, rank, whole=whole),
+        lambda part, rank: read_shard(part, rank, whole=whole, pools=pools),
         lambda part, rank: ShardOnDisk(rank, part, BufferState(), {}, EpisodeTable.none(), []),
     )
+    before = np.cumsum([0, *(each.state.next_episode for each in shards)]).tolist()
+    return [each._replace(before=number) for each, number in zip(shards, before, strict=False)]
 
 
 def each_shard(
@@ -123,8 +132,9 @@ def each_shard(
     return shards
 
 
-def read_shard(stored: Stored, rank: int, *, whole: bool = False) -> ShardOnDisk:
-    """Read what a generation says of a shard; ``whole``: what is of each row is compared with the manifest too. Blocks.
+def read_shard(stored: Stored, rank: int, *, whole: bool = False, pools: bool = False) -> ShardOnDisk:
+    """Read what a generation says of a shard; ``whole``: what is of each row is compared with the manifest too;
+    ``pools``: rows may lie in any order. Blocks.
 
     Raises:
         ConfigError, Damaged: as :func:`read_shards`.
@@ -135,15 +145,20 @@ def read_shard(stored: Stored, rank: int, *, whole: bool = False) -> ShardOnDisk
     check_files(stored, rank, needed, whole=whole)
     state, unknown = read_buffer_state(stored.folder)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
-    _check_movable(state)
+    _check_movable(state, pools=pools)
     part = Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=needed))
-    table = EpisodeTable.of(read_values(part), stored.folder)
+    values, pool = read_values(part), {}
+    if state.remove == "fifo":
+        table = EpisodeTable.of(values, stored.folder)
+    else:
+        table = table_of_rows(values, rank, stored.folder, named=True)
+        pool = {name: values[f"pool.{name}.int64"] for name in ("keys", "at")}
     if int(table.rows.sum()) != state.held:
         raise Damaged(
             f"{stored.folder}: {state.held} rows, and {table.rows.sum()} in the list of episodes. resume() an older "
             "generation"
         )
-    return ShardOnDisk(rank, stored, state, unknown, table, blocks)
+    return ShardOnDisk(rank, stored, state, unknown, table, blocks, pool)
 
 
 def check_files(stored: Stored, rank: int, needed: Sequence[FileInfo], *, whole: bool = False) -> None:
@@ -159,7 +174,7 @@ def check_files(stored: Stored, rank: int, needed: Sequence[FileInfo], *, whole:
 
 
 def _of_episodes(path: str) -> bool:
-    return path.startswith("values/episodes.")
+    return path.startswith(("values/episodes.", "values/pool."))
 
 
 def common_schema(shards: Sequence[ShardOnDisk]) -> Schema | None:
@@ -296,12 +311,12 @@ def _listing(shards: Sequence[Listed]) -> Listing:
     )
 
 
-def _check_movable(state: BufferState) -> None:
+def _check_movable(state: BufferState, *, pools: bool) -> None:
     """Refuse what can be loaded by as many ranks as wrote it alone.
 
     Raises:
         ConfigError: the rows are such.
     """
     alone = "such rows are loaded by as many ranks as saved them"
-    if state.remove != "fifo":
+    if state.remove != "fifo" and not pools:
         raise ConfigError.of("remove", state.remove, alone)

@@ -79,15 +79,7 @@ class TrajectoryVerbs(FolderVerbs):
             Locked: another process writes there.
         """
         self._usable()
-        if verify not in ("full", "lazy"):
-            raise ConfigError.of("verify", verify, "'full' and 'lazy' are allowed")
-        if allow_partial and (self.ranks is None or verify == "lazy"):
-            raise ConfigError(
-                "allow_partial: with ranks= and verify='full', as what is damaged must be known at once. Without "
-                "ranks, pipeline.tools.salvage_run writes the trajectories that are whole into a new run",
-                option="allow_partial",
-            )
-        loading = Loading(verify == "lazy", False, rebalance, evict_oldest, allow_partial)
+        loading = self._loading(verify, allow_partial)._replace(rebalance=rebalance, evict_oldest=evict_oldest)
         with self._hearing(), self._saver.lock:
             self._saver.loading = loading
             with self.gate.lock:
@@ -100,6 +92,17 @@ class TrajectoryVerbs(FolderVerbs):
                 if self._due is not None:
                     self._due.saved(0 if found is None else found.stored.manifest.step)
             return self._saver.ready(found, self._own)
+
+    def _loading(self, verify: str, partial: bool) -> Loading:
+        if verify not in ("full", "lazy"):
+            raise ConfigError.of("verify", verify, "'full' and 'lazy' are allowed")
+        if partial and (self.ranks is None or verify == "lazy"):
+            raise ConfigError(
+                "allow_partial: with ranks= and verify='full', as what is damaged must be known at once. Without "
+                "ranks, pipeline.tools.salvage_run writes the trajectories that are whole into a new run",
+                option="allow_partial",
+            )
+        return Loading(lazily=verify == "lazy", allow_partial=partial)
 
     # -- in memory ---------------------------------------------------------------------------------------------
 

@@ -492,28 +492,6 @@ def test_other_columns_than_those_that_were_saved_are_refused_by_name(tmp_path: 
         assert "other" in str(error)
 
 
-def test_rows_of_any_order_are_loaded_by_as_many_ranks(tmp_path: Path) -> None:
-    def save(ranks: Ranks) -> int:
-        with make(tmp_path, ranks, remove="lifo") as buffer:
-            buffer.resume()
-            for block in played(ranks.rank, 5, "ragged", 10):
-                buffer.extend(block, envs=ENVS)
-            buffer.save(7, wait=True)
-            return len(buffer)
-
-    sizes = fine(on_ranks(2, save))
-
-    def load(ranks: Ranks) -> int:
-        with make(tmp_path, ranks, remove="lifo") as buffer:
-            buffer.resume()
-            return len(buffer)
-
-    for error in on_ranks(3, load):
-        assert isinstance(error, ConfigError | RankFailed)
-        assert "remove" in str(error)
-    assert fine(on_ranks(2, load)) == sizes
-
-
 def test_environments_do_not_go_on_where_they_are_shared_out_anew(tmp_path: Path) -> None:
     saved_by(tmp_path, 2)
     for error in on_ranks(3, lambda ranks: make(tmp_path, ranks).resume(continue_episodes=True)):
