@@ -21,6 +21,7 @@ _KINDS = {
     "replay": "buffer of transitions",
     "trajectories": "buffer of trajectories",
     "replay shards": "buffer of transitions, in shards",
+    "trajectory shards": "buffer of trajectories, in shards",
     "": "run",
 }
 _STATES = ("waiting", "running", "parked", "buffered", "leased", "trained", "retired")

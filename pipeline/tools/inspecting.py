@@ -39,7 +39,7 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     """Of a file without its run, the part that its records carry."""
     kind: str = ""
-    """What wrote it, as in the manifest: ``pipeline``, ``replay``, ``trajectories`` or ``replay shards``."""
+    """What wrote it, as in the manifest: ``pipeline``, ``replay``, ``trajectories``, ``replay shards``, ..."""
     generation: GenerationLine | None = None
     """The one that is described: the newest of a run."""
     attached: list[str] = []
