@@ -91,8 +91,11 @@ def resumed(
             if len(buffer):
                 drawn = buffer.sample(40)["n"].tolist()
                 assert set(drawn) <= there.keys()
-            marks = buffer.ring.storage.view(EPISODE)[: len(buffer)].tolist() if there else []
-            assert max(marks, default=-1) < buffer.ring.episodes.next
+            if there:
+                number, marks = (buffer.ring.storage.view(name)[: len(buffer)] for name in ("n", EPISODE))
+                assert marks.max() < buffer.ring.episodes.next
+                makers = {(mark, n // 1000) for mark, n in zip(marks.tolist(), number.tolist(), strict=True)}
+                assert len(makers) == len(set(marks.tolist()))  # no two ranks' episodes have become one
             return there
 
     return fine(on_ranks(size, go_on))
@@ -172,8 +175,10 @@ def test_ranks_go_on_and_what_they_save_comes_back_to_the_last_bit(tmp_path: Pat
     then, found = fine(on_ranks(3, go_on)), fine(on_ranks(3, back))
     assert whole([rows for rows, _ in found]) == whole([rows for rows, _ in then])
     assert [draws for _, draws in found] == [draws for _, draws in then]
-    others = resumed(tmp_path, 2, remove, select, capacity=60)
+    others = resumed(tmp_path, 2, remove, select)
     assert whole(others) == whole([rows for rows, _ in then])
+    for each in others:  # what came later is younger
+        assert [number >= 5000 for number in each] == sorted(number >= 5000 for number in each)
     assert verify(str(tmp_path)).whole
 
 
@@ -198,6 +203,23 @@ def test_too_many_rows_are_an_error_or_the_oldest_go(tmp_path: Path) -> None:
     found = resumed(tmp_path, 2, "lifo", "uniform", capacity=20, evict_oldest=True)
     assert list(map(len, found)) == [20, 20]
     assert whole(found).items() <= saved.items()
+
+
+def test_what_was_counted_of_rows_that_were_not_kept_adds_up(tmp_path: Path) -> None:
+    def train(ranks: Ranks) -> tuple[int, int]:
+        with made(tmp_path, ranks, "lifo", 10) as buffer:
+            buffer.resume()
+            buffer.extend(rows(ranks.rank, 0, 25))
+            buffer.save(1, wait=True)
+            return buffer.ring.not_kept, buffer.ring.added
+
+    def go_on(ranks: Ranks) -> tuple[int, int]:
+        with made(tmp_path, ranks, "lifo", 10) as buffer:
+            buffer.resume()
+            return buffer.ring.not_kept, buffer.ring.added
+
+    assert fine(on_ranks(2, train)) == [(15, 25)] * 2
+    assert fine(on_ranks(3, go_on)) == [(10, 17), (10, 17), (10, 16)]
 
 
 def test_another_order_than_before_is_refused(tmp_path: Path) -> None:

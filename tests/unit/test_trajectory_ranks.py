@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from pipeline.checkpoint.generations import Stored, find_generations
 from pipeline.errors import ConfigError, Damaged, RankFailed, UsageError, WriteFailed
 from pipeline.replay.trajectory_shards import read_trajectory_shards
 from pipeline.store.layout import Layout
+from pipeline.store.writer import StoreWriter
 from tests.support.ranks import fine, on_ranks, ranks_of
 from tests.support.replaying import Counter
 from tests.support.trajectories import check, draws, trajectory
@@ -561,17 +564,19 @@ class Full:
         raise OSError(28, "no space left", path)
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["saved before", "the first save"])
 @pytest.mark.parametrize("auto_save", [True, False])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(
-    tmp_path: Path, failing: int, auto_save: bool
+    tmp_path: Path, failing: int, auto_save: bool, before: bool
 ) -> None:
     def train(ranks: Ranks) -> tuple[str, list[int]]:
         with made(tmp_path, ranks, auto_save=auto_save) as buffer:
             buffer.attach(counter=(counter := Counter()))
             buffer.resume()
             add(buffer, ranks.rank, range(4))
-            buffer.save(0, wait=True)
+            if before:
+                buffer.save(0, wait=True)
             store: Any = buffer._saver.store
             add(buffer, ranks.rank, range(4, 8))
             buffer._shelving.join()
@@ -594,6 +599,49 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(
     assert verify(str(tmp_path)).whole
     assert resumed(tmp_path, 3) == [numbers for _, numbers in found]
     assert resumed(tmp_path, 2) == shared([numbers for _, numbers in found], 2)
+
+
+def test_ranks_draw_from_streams_of_their_own(tmp_path: Path) -> None:
+    def train(ranks: Ranks) -> Any:
+        with made(tmp_path, ranks) as buffer:
+            buffer.resume()
+            add(buffer, 0, range(5))
+            first = draws(buffer, 5)
+            buffer.save(1, wait=True)
+            return first
+
+    def go_on(ranks: Ranks) -> Any:
+        with made(tmp_path, ranks) as buffer:
+            buffer.resume(rebalance=True)
+            return draws(buffer, 5)
+
+    first, second = fine(on_ranks(2, train))
+    assert first != second
+    later, other = fine(on_ranks(2, go_on))
+    assert later != other
+
+
+def test_what_a_rank_has_beside_the_generation_is_not_removed_by_the_first_one(tmp_path: Path) -> None:
+    """It was written after the moment that the save is of, and before all of that was."""
+
+    def train(ranks: Ranks) -> list[int]:
+        with made(tmp_path, ranks, auto_save=True, keep=1) as buffer:
+            buffer.resume()
+            add(buffer, ranks.rank, range(4))
+            store: Any = buffer._saver.store
+            with store.writing:
+                saving = buffer.save(1)
+                add(buffer, ranks.rank, range(4, 20))
+                buffer._shelving._write(store, buffer._own.shelf)
+                store.sync()
+                buffer._shelving.synced(buffer._own.shelf)
+            saving.wait()
+            assert buffer.get_stats()["cache_size"] < 20
+            return held(buffer)
+
+    small = functools.partial(StoreWriter, segment_bytes=1 << 14)
+    with mock.patch("pipeline.replay.store.StoreWriter", small):
+        assert fine(on_ranks(2, train)) == [[number_of(rank, count) for count in range(20)] for rank in range(2)]
 
 
 def test_what_is_added_during_a_save_is_wholly_in_it_or_wholly_out(tmp_path: Path) -> None:
