@@ -50,7 +50,8 @@ class EpisodeTable(NamedTuple):
         Raises:
             Damaged: it is not there, or does not fit together.
         """
-        found = {name.rpartition(".")[0]: each.astype(np.int64) for name, each in values.items()}
+        own = {name: each for name, each in values.items() if name.startswith(_PREFIX)}
+        found = {name.rpartition(".")[0]: each.astype(np.int64) for name, each in own.items()}
         try:
             table = cls(*(found[f"{_PREFIX}{name}"] for name in cls._fields))
         except KeyError as error:

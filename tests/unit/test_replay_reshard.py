@@ -430,7 +430,7 @@ SHARED, PACKED = {"share_next_obs": True}, {"compress": {"image": "zlib"}}
     [(SHARED, SHARED), (PACKED, PACKED), (SHARED | PACKED, SHARED | PACKED), (PACKED, {}), ({}, PACKED)],
     ids=["shared", "packed", "both", "unpacked", "repacked"],
 )
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (3, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (3, 2), (2, 3), (2, 2)], ids=str)
 def test_rows_that_share_observations_or_are_compressed(
     tmp_path: Path, saved: int, loaded: int, saving: dict[str, Any], loading: dict[str, Any]
 ) -> None:
@@ -458,7 +458,7 @@ def test_rows_that_share_observations_or_are_compressed(
     before = by_name(fine(on_ranks(saved, train)))
     after = fine(on_ranks(loaded, load))
     assert by_name(after) == before
-    for each in after:
+    for each in after if saved != loaded else ():
         check_order(each)
 
     def again(ranks: Ranks) -> Any:
