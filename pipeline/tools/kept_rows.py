@@ -15,12 +15,13 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
 from pipeline.buffer.transitions.checked import CheckedBlock, Columns
-from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import unpacked
-from pipeline.buffer.transitions.layout import END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, MadeOf
 from pipeline.checkpoint.parts import shard_of
+from pipeline.config import Fields
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.loading import blocks_of, read_values
 from pipeline.replay.moving import write_back_into, written_of
@@ -28,6 +29,7 @@ from pipeline.replay.state import VALUES_FOLDER, BufferState, Ends, read_buffer_
 from pipeline.store.files import plain_handle
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
+from pipeline.tools.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of, twins_of
 from pipeline.tools.sources import Source, check_columns
 
 Ints = np.ndarray
@@ -71,20 +73,30 @@ class Chunk(NamedTuple):
         arrays: columns and marks by name.
         part, key: what names each row.
         extras: what the selection has of each.
+        aside: [m] which of the rows, rising, have a next observation that is kept aside.
+        nexts: these, [m, ...] by column.
     """
 
     arrays: Arrays
     part: Ints
     key: Ints
     extras: list[np.ndarray]
+    aside: Ints
+    nexts: list[np.ndarray]
 
     def at(self, places: Ints | slice) -> Chunk:
-        """Return those at some places."""
+        """Return those at some places, which rise."""
+        now = np.full(len(self.key), -1)
+        part = self.part[places]
+        now[places] = np.arange(len(part))
+        own = np.flatnonzero(now[self.aside] >= 0)
         return Chunk(
             {name: each[places] for name, each in self.arrays.items()},
-            self.part[places],
+            part,
             self.key[places],
             [each[places] for each in self.extras],
+            now[self.aside[own]],
+            [each[own] for each in self.nexts],
         )
 
 
@@ -130,6 +142,11 @@ class RowsOnDisk:
         check_movable(self.state, source.directory)
         self.where = source.directory if own.shard < 0 else f"{source.directory}, shard {own.shard}"
         self.schema = self.state.schema
+        self.nexts = self.state.next_obs_columns or []
+        """Columns of next observations, if rows share these."""
+        self.owning = False
+        """Whether rows that share next observations are to have their own."""
+        self.fields = Fields.of(stored.manifest.options.get("fields"))
         self._kept = self._listed() if self.state.dropped else {}
         self.oldest = self.state.added - self.state.size
         blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), self.state)
@@ -153,6 +170,11 @@ class RowsOnDisk:
         """Of payloads that are read."""
         return sum(block.length for block in self.blocks)
 
+    @property
+    def columns(self) -> list[Column]:
+        """Those of a row that has its own next observation."""
+        return sorted([*(self.state.columns or ()), *self.nexts], key=lambda column: column.name)
+
     def _file(self, path: str) -> ValuesFile:
         return ValuesFile(os.path.join(self.stored.folder, path), path.rpartition(".")[2])
 
@@ -166,16 +188,45 @@ class RowsOnDisk:
         """Yield all rows, block by block; what is yielded is valid until the next is asked for. Blocks."""
         if self.schema is None:
             return
-        files = [self._file(f"values/{name}") for name in extras]
+        found = self._chunks(self.schema, extras)
+        for chunk in self._with_own(found) if self.nexts and self.owning else (chunk for chunk, _ in found):
+            yield chunk if not self.state.dropped else chunk.at(self._coming_back(chunk.arrays[EPISODE]))
+
+    def _chunks(self, schema: Schema, extras: Sequence[str]) -> Iterator[tuple[Chunk, Ints]]:
+        """Yield all rows, also those that a save has dropped, and what keys they have here."""
+        files = [self._file(f"{VALUES_FOLDER}/{name}") for name in extras]
         written, ends = written_of(self.state, self._written_values()), Ends(self.state)
+        aside = self._aside()
         for block, keep, at in self._ranges():
-            arrays = decode_block(self._held.payload(block), self.schema, block.count, self._held.where(block))
+            arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block))
             arrays = {name: self._dense(name, array[keep]) for name, array in arrays.items()}
             keys = np.arange(block.first, block.first + block.count)[keep]
             write_back_into(arrays, keys, written)
             arrays[END] = ends.of(keys, arrays[END])
-            chunk = Chunk(arrays, *self._ids(at, keys), [file.read(at, len(keys)) for file in files])
-            yield chunk if not self.state.dropped else chunk.at(self._coming_back(arrays[EPISODE]))
+            own, nexts = aside.among(int(keys[0]), int(keys[-1]) + 1)
+            part, key = self._ids(at, keys)
+            yield Chunk(arrays, part, key, [file.read(at, len(keys)) for file in files], own - keys[0], nexts), keys
+
+    def _aside(self) -> Aside:
+        """Return the next observations that are kept aside."""
+        if not self.nexts or not self.size:
+            return Aside(np.empty(0, np.int64), (), ())
+        names = [f"{VALUES_FOLDER}/{file_of(number, column)}" for number, column in enumerate(self.nexts)]
+        keys = f"{VALUES_FOLDER}/{KEYS_FILE}"
+        count = next((info.bytes // 8 for info in self.stored.manifest.files if info.path == keys), 0)
+        return Aside(self._file(keys).read(0, count), self.nexts, [self._file(name).read for name in names])
+
+    def _with_own(self, found: Iterator[tuple[Chunk, Ints]]) -> Iterator[Chunk]:
+        """Give rows their own next observations."""
+
+        def batches() -> Iterator[Batch[Chunk]]:
+            for chunk, keys in found:
+                arrays = {name: each.copy() for name, each in chunk.arrays.items()}  # it may be held for a while
+                yield Batch(chunk._replace(arrays=arrays), keys, arrays[BEHIND], arrays)
+
+        none = np.empty(0, np.int64)
+        for chunk, nexts in OwnNextObs(self.nexts, self.fields, self._aside(), self.where).filled(batches()):
+            yield chunk._replace(arrays={**chunk.arrays, **nexts}, aside=none, nexts=[])
 
     def _dense(self, name: str, array: np.ndarray) -> np.ndarray:
         if array.dtype != object or self.schema is None:
@@ -292,19 +343,27 @@ def check_movable(state: BufferState, where: str) -> None:
     Raises:
         ConfigError: the message names the option that they were saved with.
     """
-    why = f"{where}: such rows cannot be merged, split or resharded yet; load them with the options that they had"
     if state.remove != "fifo":
+        why = f"{where}: such rows cannot be merged, split or resharded yet; load them with the options that they had"
         raise ConfigError.of("remove", state.remove, why)
-    if state.next_obs_columns is not None:
-        raise ConfigError.of("share_next_obs", True, why)
+
+
+def common_nexts(every: Sequence[RowsOnDisk]) -> list[Column]:
+    """Return the columns of next observations that rows share; none, if not all that have rows share them, and in one
+    way."""
+    having = [each for each in every if each.schema is not None]
+    ways = [sorted(twins_of(each.nexts, each.fields).items()) for each in having]
+    return having[0].nexts if having and all(way == ways[0] for way in ways) else []
 
 
 def common_schema(every: Sequence[RowsOnDisk]) -> Schema | None:
-    """Return the columns that all have which have rows.
+    """Return the columns that all have which have rows; without those of :func:`common_nexts`.
 
     Raises:
         ConfigError: they differ; the column is named.
     """
     having = [each for each in every if each.schema is not None]
-    check_columns("column", [(each.where, each.state.columns or ()) for each in having])
-    return having[0].schema if having else None
+    check_columns("column", [(each.where, each.columns) for each in having])
+    if not having:
+        return None
+    return having[0].schema if common_nexts(every) else Schema(tuple(having[0].columns))

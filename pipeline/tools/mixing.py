@@ -88,11 +88,22 @@ def _joined(parts: Sequence[tuple[int, Chunk]]) -> Mixed:
     if len(parts) == 1:
         number, chunk = parts[0]
         return Mixed(chunk, np.full(len(chunk.key), number))
-    stream = np.repeat([number for number, _ in parts], [len(chunk.key) for _, chunk in parts])
-    key = np.concatenate([chunk.key for _, chunk in parts])
-    part = np.concatenate([chunk.part for _, chunk in parts])
+    chunks = [chunk for _, chunk in parts]
+    stream = np.repeat([number for number, _ in parts], [len(chunk.key) for chunk in chunks])
+    key = np.concatenate([chunk.key for chunk in chunks])
+    part = np.concatenate([chunk.part for chunk in chunks])
     order = np.lexsort((part, key))
-    first = parts[0][1]
-    arrays = {name: np.concatenate([chunk.arrays[name] for _, chunk in parts])[order] for name in first.arrays}
-    extras = [np.concatenate([chunk.extras[at] for _, chunk in parts])[order] for at in range(len(first.extras))]
-    return Mixed(Chunk(arrays, part[order], key[order], extras), stream[order])
+    first = chunks[0]
+    arrays = {name: np.concatenate([chunk.arrays[name] for chunk in chunks])[order] for name in first.arrays}
+    extras = [np.concatenate([chunk.extras[at] for chunk in chunks])[order] for at in range(len(first.extras))]
+    return Mixed(Chunk(arrays, part[order], key[order], extras, *_joined_aside(chunks, order)), stream[order])
+
+
+def _joined_aside(chunks: Sequence[Chunk], order: Ints) -> tuple[Ints, list[np.ndarray]]:
+    begins = np.cumsum([0, *(len(chunk.key) for chunk in chunks)]).tolist()
+    now = np.empty(len(order), np.int64)
+    now[order] = np.arange(len(order))
+    aside = now[np.concatenate([begin + chunk.aside for begin, chunk in zip(begins, chunks, strict=False)])]
+    nexts = [np.concatenate([chunk.nexts[at] for chunk in chunks]) for at in range(len(chunks[0].nexts))]
+    rising = np.argsort(aside)
+    return aside[rising], [each[rising] for each in nexts]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.buffer.transitions.layout import CUT, END
 from pipeline.checkpoint.generations import GenerationWriter, check_generation
 from pipeline.checkpoint.listed import HEADLESS, OPEN
@@ -33,7 +33,7 @@ from pipeline.replay.moving import Gone, Mover, Wanted, extras_named
 from pipeline.replay.resharding import Rank, open_in, state_of_rank, table_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.shards import ShardOnDisk, Shares, common_schema, read_shards, share_out
-from pipeline.replay.state import STATE_FILE, BufferState, encode_state
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile
 from pipeline.tools.kept_rows import RowsOnDisk, check_movable
@@ -41,9 +41,9 @@ from pipeline.tools.linking import life_after, related_run, take_segments
 from pipeline.tools.made import Made
 from pipeline.tools.output import GrowingFile, Output, Outputs, Told
 from pipeline.tools.routing import check_count
-from pipeline.tools.scattered import ScatteredRows
+from pipeline.tools.scattered import Heap, Packed, ScatteredRows
 from pipeline.tools.sources import KINDS, Source, open_source
-from pipeline.tools.writing import BlockWriter, SegmentWriter, Wrote, committed
+from pipeline.tools.writing import AsideWriter, BlockWriter, SegmentWriter, Wrote, committed
 
 Ints = np.ndarray
 TOOL = "reshard"
@@ -152,6 +152,17 @@ class Job:
     def selected(self) -> Selected:
         return selection_of([each.state for each in self.shards], [extras_of(each.stored) for each in self.shards])
 
+    def wanted(self) -> Wanted | None:
+        """Return what there is of each row; None: there are no rows."""
+        schema = common_schema(self.shards)
+        return None if schema is None else Wanted(schema, extras_named(self.selected().extras), self.nexts)
+
+    @property
+    def nexts(self) -> list[Column]:
+        """Columns of next observations, if rows share these."""
+        having = [each.state for each in self.shards if each.state.columns is not None]
+        return (having[0].next_obs_columns or []) if having else []
+
     def told(self, directory: str, run_id: str = "", written: int | None = None) -> Made:
         """Return what is made."""
         manifest, evicted = self.source.stored.manifest, self.shares.plan.evicted
@@ -219,11 +230,9 @@ class Job:
         Raises:
             Damaged: a block is not whole, where not all may go on.
         """
-        schema = common_schema(self.shards)
-        if schema is None:
+        source, wanted = self.source, self.wanted()
+        if wanted is None:
             return
-        source = self.source
-        wanted = Wanted(schema, extras_named(self.selected().extras), [])
         mover = Mover(source.layout, source.tag, files, life=0, rank=0, wanted=wanted, partial=self.partial)
         total = sum(block.length for each in self.shards for block in each.needed())
         for shard in [each for each in self.shards if each.needed()]:
@@ -236,10 +245,12 @@ class Job:
     def _scattered(
         self, layout: Layout, files: FilesLike, stack: contextlib.ExitStack, told: Told | None
     ) -> list[ScatteredRows]:
-        schema, extras = common_schema(self.shards), extras_named(self.selected().extras)
-        if schema is None:
+        wanted = self.wanted()
+        if wanted is None:
             return []
-        aside = [ScatteredRows(layout.directory, schema, extras, rows) for rows in self.shares.rows]
+        heap = Heap(layout.directory)
+        stack.callback(heap.close)
+        aside = [ScatteredRows(layout.directory, wanted, rows, heap) for rows in self.shares.rows]
         for each in aside:
             stack.callback(each.close)
         for rank, rows in self.handed(files, told):
@@ -255,7 +266,7 @@ class Job:
             rows = int(table.rows.sum())
         selected, schema = self.selected(), common_schema(self.shards)
         selection = selected.selection if rows else self.shards[0].state.selection
-        part = target.part(rank, selected.extras)
+        part = target.part(rank, selected.extras, self.nexts)
         with contextlib.closing(part):
             if aside is not None and schema is not None and rows:
                 part.write(schema, added - rows, aside.each(self.source.directory, added - rows))
@@ -273,6 +284,7 @@ class Job:
                     cut_keys=part.cuts,
                     selection=selection,
                     selector=selected.state(added) if selection else {},
+                    next_obs_columns=self.nexts or None,
                 ),
             )
             wrote = part.finish(state, table, self.shards[0])
@@ -298,22 +310,32 @@ class _Target(NamedTuple):
     generation: GenerationWriter
     life: int
 
-    def part(self, rank: int, extras: Sequence[str]) -> _Part:
+    def part(self, rank: int, extras: Sequence[str], nexts: Sequence[Column]) -> _Part:
         """Return what writes a rank's part."""
         segments = SegmentWriter(self.layout, self.files, self.run.tag, incarnation=self.life, rank=rank)
-        return _Part(self, shard_prefix(rank), segments, extras)
+        return _Part(self, shard_prefix(rank), segments, extras, nexts)
 
 
 class _Part:
     """A rank's part of the new run while it is written."""
 
-    def __init__(self, target: _Target, prefix: str, segments: SegmentWriter, extras: Sequence[str]) -> None:
+    def __init__(
+        self,
+        target: _Target,
+        prefix: str,
+        segments: SegmentWriter,
+        extras: Sequence[str],
+        nexts: Sequence[Column],
+    ) -> None:
         self._target, self._prefix, self._segments = target, prefix, segments
         self._grown: list[GrowingFile] = []
+        self._aside: AsideWriter | None = None
         self._blocks: BlockWriter | None = None
+        folder = f"{prefix}{VALUES_FOLDER}/"
         try:
+            self._aside = AsideWriter(target.files, target.generation, folder, nexts)
             for name in extras:
-                self._grown.append(GrowingFile(target.files, target.generation, f"{prefix}values/{name}"))
+                self._grown.append(GrowingFile(target.files, target.generation, folder + name))
         except BaseException:
             self.close()
             raise
@@ -324,19 +346,16 @@ class _Part:
         """Of payloads."""
         return self._segments.bytes
 
-    def write(
-        self,
-        schema: Schema,
-        first: int,
-        rows: Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[np.ndarray]]],
-    ) -> None:
+    def write(self, schema: Schema, first: int, rows: Iterator[Packed]) -> None:
         """Write rows, whose keys follow each other from ``first`` on."""
         self._blocks = BlockWriter(self._segments, schema, first)
-        for records, large, extras in rows:
-            self.cuts += (first + np.flatnonzero(records[END] == CUT)).tolist()
-            first += len(records)
-            self._blocks.add_records(records, large)
-            for file, values in zip(self._grown, extras, strict=True):
+        assert self._aside is not None
+        for each in rows:
+            self.cuts += (first + np.flatnonzero(each.records[END] == CUT)).tolist()
+            self._aside.add(first + each.aside, each.nexts)
+            first += len(each.records)
+            self._blocks.add_records(each.records, each.large)
+            for file, values in zip(self._grown, each.extras, strict=True):
                 file.write(np.ascontiguousarray(values).tobytes())
         self._blocks.flush()
 
@@ -347,6 +366,8 @@ class _Part:
         generation.add(self._prefix + BLOCKS_FILE, msgspec.msgpack.encode(blocks))
         for name, each in table.values().items():
             generation.add(f"{self._prefix}values/{name}", each.tobytes())
+        assert self._aside is not None
+        self._aside.finish()
         for file in self._grown:
             file.finish()
         return self._segments.finish(time.time(), TOOL)
@@ -356,6 +377,8 @@ class _Part:
         self._segments.close()
         for file in self._grown:
             file.close()
+        if self._aside is not None:
+            self._aside.close()
 
 
 def _manifest(

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.layout import EPISODE
 from pipeline.checkpoint.manifest import REPLAY, MadeOf, Manifest
 from pipeline.errors import ConfigError
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.state import BufferState
 from pipeline.store.layout import Layout, write_file
-from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_schema
+from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_nexts, common_schema
 from pipeline.tools.made import Made
 from pipeline.tools.mixing import mixed
 from pipeline.tools.output import Output, Outputs, Told
@@ -37,12 +38,14 @@ class Every(NamedTuple):
         sources: the runs.
         streams: their rows, of a buffer of ranks one for each.
         parts: what names rows, in the order in which those of one key come.
+        nexts: columns of next observations, where rows go on sharing these.
         episodes: by stream, those of which rows are there.
     """
 
     sources: list[Source]
     streams: list[RowsOnDisk]
     parts: list[MadeOf]
+    nexts: list[Column]
     episodes: list[EpisodesThere]
 
     @property
@@ -73,7 +76,10 @@ def every_row(
     for each, ranks in zip(streams, places, strict=True):
         each.ranks = ranks
     common_schema(streams)
-    return Every(list(sources), list(streams), parts, [each.episodes(names, met) for each in streams])
+    nexts = common_nexts(streams)
+    for each in streams:
+        each.owning = not nexts
+    return Every(list(sources), list(streams), parts, nexts, [each.episodes(names, met) for each in streams])
 
 
 class _Numbered(NamedTuple):
@@ -129,6 +135,7 @@ class _Target:
             self.run,
             output.files,
             common_schema(every.streams),
+            every.nexts,
             added=aim.added,
             rows=self.numbered.rows,
             episodes=len(self.numbered.origin),
@@ -159,11 +166,11 @@ class _Target:
         parts = [
             msgspec.structs.replace(part, units=int(rows)) for part, rows in zip(every.parts, self._counts, strict=True)
         ]
-        first = every.sources[0].stored.manifest
+        first, directory = every.sources[0].stored.manifest, self.output.directory
         manifest = Manifest(
             step=max(each.stored.manifest.step for each in every.sources),
             reason=tool,
-            options={**first.options, "capacity": state.capacity, "directory": self.output.directory},
+            options={**first.options, **_sharing(every), "capacity": state.capacity, "directory": directory},
             left_out=notes,
             made_of=parts,
         )
@@ -177,7 +184,7 @@ class _Target:
         write_file(files, f"{self.layout.directory}/{IDS_FILE}", msgspec.json.encode(ids) + b"\n")
         self.layout.write_marker(files, self.run)
         return Made(
-            directory=self.output.directory,
+            directory=directory,
             kind=REPLAY,
             run_id=whole.run_id,
             step=whole.step,
@@ -208,6 +215,7 @@ class _Target:
             selection=selected.selection,
             selector=selected.state(aim.added, self.writer.most),
             awaiting_reset=sorted(waiting),
+            next_obs_columns=every.nexts or None,
         )
 
     def _tail(self, place: int) -> list[int]:
@@ -242,6 +250,14 @@ def _environments(every: Every, numbered: _Numbered) -> dict[tuple[int, int], in
     named = [env for _, env in open_ones]
     clash = len(set(named)) < len(named) or bool(set(named) & {env for _, env in rest})
     return {each: number if clash else each[1] for number, each in enumerate([*open_ones, *rest])}
+
+
+def _sharing(every: Every) -> dict[str, Any]:
+    """Return what the options are to say of how next observations lie."""
+    fields = [each.fields for each in every.streams if each.schema is not None]
+    if not fields:
+        return {}
+    return {"share_next_obs": True, "fields": fields[0].to_dict()} if every.nexts else {"share_next_obs": False}
 
 
 def _unknown(every: Every) -> dict[str, Any]:

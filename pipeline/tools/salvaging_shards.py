@@ -16,7 +16,7 @@ from pipeline.checkpoint.generations import check_generation, find_generations
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, FileInfo, Manifest, ShardInfo
 from pipeline.checkpoint.parts import shard_of
-from pipeline.errors import ConfigError, Damaged, ForebayError, UsageError, WriteFailed
+from pipeline.errors import Damaged, ForebayError, UsageError, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.moving import Gone
 from pipeline.replay.salvage_choice import Chosen, choose_generation, of_trainer, payload_loss, salvage_notes
@@ -24,7 +24,6 @@ from pipeline.replay.shards import ShardOnDisk, read_shard
 from pipeline.replay.state import BufferState
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
-from pipeline.tools.kept_rows import check_movable
 from pipeline.tools.output import Output
 from pipeline.tools.resharding import Job
 from pipeline.tools.sources import Source
@@ -79,13 +78,11 @@ class _Job(Job):
         except Damaged:
             self.lost.append(info.rank)
             return ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), [])
-        try:
-            check_movable(shard.state, source.directory)
-        except ConfigError as error:
+        if shard.state.next_obs_columns is not None:
             raise UsageError(
-                f"{source.stored.folder}: was saved with {error.option}: such rows are told apart by their own ranks "
+                f"{source.stored.folder}: was saved with share_next_obs: such rows are told apart by their own ranks "
                 "alone. resume(step=...) goes on from an older generation"
-            ) from None
+            )
         return shard
 
     @property

@@ -5,31 +5,150 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.compressed import unpacked
 from pipeline.buffer.transitions.layout import END, RowLayout
 from pipeline.buffer.transitions.storage import as_runs
 from pipeline.errors import Damaged, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Gaps
-from pipeline.replay.handing import Extra, SomeRows
+from pipeline.replay.handing import SomeRows
+from pipeline.replay.moving import Wanted
 from pipeline.store.scratch import unnamed
 
+Ints = np.ndarray
 _READ = 4 << 20
+
+
+class Heap:
+    """Bytes in the order in which they come, in a file without a name. Blocks."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises:
+        WriteFailed: there can be no such file.
+        """
+        self._folder, self._handle, self._end = folder, -1, 0
+        try:
+            self._handle = unnamed(folder)
+        except OSError as error:
+            raise WriteFailed(f"{folder}: no file for rows can be made there: {error}") from error
+
+    def add(self, content: bytes | memoryview) -> int:
+        """Append bytes; return where they begin.
+
+        Raises:
+            WriteFailed: they cannot be written.
+        """
+        begin, raw = self._end, memoryview(content)
+        _write(self._handle, raw, begin, self._folder)
+        self._end += len(raw)
+        return begin
+
+    def read(self, begins: Ints, sizes: Ints) -> bytes:
+        """Return the bytes [sizes] from each of ``begins`` on, together; what lies together is read at once."""
+        if not len(begins):
+            return b""
+        edges = np.flatnonzero(begins[1:] != begins[:-1] + sizes[:-1]) + 1
+        firsts = begins[np.concatenate([[0], edges])]
+        return b"".join(
+            os.pread(self._handle, size, begin)
+            for begin, size in zip(firsts.tolist(), np.add.reduceat(sizes, [0, *edges]).tolist(), strict=True)
+        )
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+
+    __del__ = close
+
+
+class _Aside:
+    """Next observations of some of the rows of a rank."""
+
+    def __init__(self, heap: Heap, columns: Sequence[Column]) -> None:
+        self._heap, self._columns = heap, columns
+        self._ends = np.cumsum([column.nbytes for column in columns], dtype=np.int64)
+        self._size = int(self._ends[-1]) if columns else 0
+        self._came: list[tuple[Ints, Ints]] = []  # rows, and where what is of them lies
+        self._sorted: tuple[Ints, Ints] | None = None
+
+    def put(self, rows: Ints, nexts: Sequence[np.ndarray]) -> None:
+        """Write those [n, ...], by column, of some rows."""
+        raw = [np.frombuffer(each.tobytes(), np.uint8).reshape(len(rows), -1) for each in nexts if each.nbytes]
+        begin = self._heap.add(np.concatenate(raw, axis=1).tobytes() if raw else b"")
+        self._came.append((rows.copy(), begin + np.arange(len(rows)) * self._size))
+        self._sorted = None
+
+    def among(self, first: int, end: int) -> tuple[Ints, list[np.ndarray]]:
+        """Return which of the rows from ``first`` up to ``end`` have one, and these, by column."""
+        rows, begins = self._all()
+        low, high = np.searchsorted(rows, (first, end))
+        raw = self._heap.read(begins[low:high], np.full(high - low, self._size))
+        parts = np.split(np.frombuffer(raw, np.uint8).reshape(high - low, self._size), self._ends[:-1], axis=1)
+        return rows[low:high], [
+            np.frombuffer(part.tobytes(), column.bits).reshape(high - low, *column.shape)
+            for part, column in zip(parts, self._columns, strict=False)
+        ]
+
+    def _all(self) -> tuple[Ints, Ints]:
+        if self._sorted is None:
+            none = np.empty(0, np.int64)
+            rows, begins = (
+                np.concatenate([none, *each]) for each in ([r for r, _ in self._came], [b for _, b in self._came])
+            )
+            order = np.argsort(rows)
+            self._sorted = rows[order], begins[order]
+        return self._sorted
+
+
+class Packed(NamedTuple):
+    """Rows [n] as memory has them.
+
+    Attributes:
+        records: packed records: marks and small columns.
+        large: by column.
+        extras: what the selection has of each.
+        aside: [m] which of them have a next observation that is kept aside.
+        nexts: these, by column.
+    """
+
+    records: np.ndarray
+    large: dict[str, np.ndarray]
+    extras: list[np.ndarray]
+    aside: Ints
+    nexts: list[np.ndarray]
+
+
+def _write(handle: int, raw: memoryview, offset: int, folder: str) -> None:
+    try:
+        while raw:
+            written = os.pwrite(handle, raw, offset)
+            raw, offset = raw[written:], offset + written
+    except OSError as error:
+        raise WriteFailed(f"{folder}: rows could not be written aside: {error}") from error
 
 
 class ScatteredRows:
     """The rows of one rank. Blocks."""
 
-    def __init__(self, folder: str, schema: Schema, extras: Sequence[Extra], rows: int) -> None:
-        """Raises:
-        WriteFailed: there can be no such file.
+    def __init__(self, folder: str, wanted: Wanted, rows: int, heap: Heap) -> None:
+        """Args:
+        folder: where the file is to be.
+        wanted: what there is of each row.
+        rows: how many there will be.
+        heap: takes what only some of them have, and what takes more of some than of others.
+
+        Raises:
+            WriteFailed: there can be no such file.
         """
-        self._layout, self._rows, self._folder = RowLayout(schema), rows, folder
+        extras = wanted.extras
+        self._layout, self._rows, self._folder = RowLayout(wanted.schema), rows, folder
         self._handle = -1
         fields: list[tuple[str, Any]] = [("record", f"V{self._layout.record.itemsize}")]
         fields += [(f"large.{at}", f"V{column.nbytes}") for at, column in enumerate(self._layout.large)]
@@ -37,6 +156,7 @@ class ScatteredRows:
         self._kind, self._extras = np.dtype(fields), extras
         self._there = np.zeros(rows, bool)
         self._gaps: Gaps | None = None
+        self._aside = _Aside(heap, wanted.nexts)
         try:
             self._handle = unnamed(folder)
         except OSError as error:
@@ -49,6 +169,8 @@ class ScatteredRows:
             WriteFailed: they cannot be.
         """
         rows = given.in_order()
+        if len(rows.aside):
+            self._aside.put(rows.aside, rows.nexts)
         count = int(rows.runs[:, 1].sum())
         packed = np.empty(count, self._kind)
         packed["record"] = rows.records.view(self._kind["record"])
@@ -60,16 +182,8 @@ class ScatteredRows:
         raw, size, done = memoryview(packed.view(np.uint8).data), self._kind.itemsize, 0
         for begin, length in rows.runs.tolist():
             self._there[begin : begin + length] = True
-            self._write(raw[done * size : (done + length) * size], begin * size)
+            _write(self._handle, raw[done * size : (done + length) * size], begin * size, self._folder)
             done += length
-
-    def _write(self, raw: memoryview, offset: int) -> None:
-        try:
-            while raw:
-                written = os.pwrite(self._handle, raw, offset)
-                raw, offset = raw[written:], offset + written
-        except OSError as error:
-            raise WriteFailed(f"{self._folder}: rows could not be written aside: {error}") from error
 
     @property
     def missing(self) -> int:
@@ -88,8 +202,8 @@ class ScatteredRows:
         self._gaps = Gaps.of(self._there, table.rows)
         return self._gaps.table(table, names)
 
-    def each(self, where: str, first: int) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], list[np.ndarray]]]:
-        """Yield all rows, from the front: packed records, large columns and extras.
+    def each(self, where: str, first: int) -> Iterator[Packed]:
+        """Yield all rows, from the front.
 
         Args:
             where: the run, for messages.
@@ -115,7 +229,9 @@ class ScatteredRows:
                 for at, column in enumerate(self._layout.large)
             }
             done += count
-            yield records, large, [packed[f"extra.{at}"] for at in range(len(self._extras))]
+            extras = [packed[f"extra.{at}"] for at in range(len(self._extras))]
+            aside, nexts = self._aside.among(begin, begin + count)
+            yield Packed(records, large, extras, aside - begin, nexts)
 
     def _pieces(self, most: int) -> Iterator[tuple[int, int]]:
         """Yield where rows that follow each other begin in the file, and how many they are."""

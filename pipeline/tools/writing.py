@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import encode_rows, rows_of_block
 from pipeline.buffer.transitions.checked import checksum_of
-from pipeline.buffer.transitions.columns import Schema
+from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, PLACE
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
@@ -22,13 +22,14 @@ from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE, REPLAY, Manifest
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ForebayError
 from pipeline.records import AnyEvent, Closed
-from pipeline.replay.state import STATE_FILE, BufferState, encode_state
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import Layout, RunFile, SegmentKey, segment_key
 from pipeline.store.segments import Block, SegmentInfo
 from pipeline.store.writer import StoreWriter
 from pipeline.tools.kept_rows import KEY_FILE, PART_FILE, Chunk
+from pipeline.tools.next_obs import KEYS_FILE, file_of
 from pipeline.tools.output import GrowingFile
 
 Ints = np.ndarray
@@ -148,6 +149,40 @@ class BlockWriter:
             self._next, self._filled = self._next + self._filled, 0
 
 
+class AsideWriter:
+    """Writes the next observations that are kept aside, by the keys of their rows."""
+
+    def __init__(self, files: FilesLike, generation: GenerationWriter, folder: str, columns: Sequence[Column]) -> None:
+        """Args:
+        files, generation: what writes.
+        folder: of the files, with its slash.
+        columns: of next observations; none: rows do not share them.
+        """
+        self._grown: list[GrowingFile] = []
+        names = [KEYS_FILE, *(file_of(number, column) for number, column in enumerate(columns))] if columns else []
+        try:
+            for name in names:
+                self._grown.append(GrowingFile(files, generation, folder + name))
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, keys: Ints, nexts: Sequence[np.ndarray]) -> None:
+        """Add those [n, ...], by column, of rows of some keys, which rise."""
+        for file, each in zip(self._grown, [keys, *nexts], strict=bool(self._grown)):
+            file.write(np.ascontiguousarray(each).tobytes())
+
+    def finish(self) -> None:
+        """Write the rest, and list the files."""
+        for file in self._grown:
+            file.finish()
+
+    def close(self) -> None:
+        """Give the files up, if they were not finished."""
+        for file in self._grown:
+            file.close()
+
+
 class RowsWriter:
     """Writes the rows of one buffer: they get keys, and their episodes numbers, as they come."""
 
@@ -157,6 +192,7 @@ class RowsWriter:
         run: RunFile,
         files: FilesLike,
         schema: Schema | None,
+        nexts: Sequence[Column] = (),
         *,
         added: int,
         rows: int,
@@ -167,6 +203,7 @@ class RowsWriter:
         layout, run: the new run.
         files: the file layer.
         schema: the rows' columns; None: there are no rows.
+        nexts: columns of next observations, if rows share these.
         added: how many rows are to have been added in all.
         rows: how many there will be.
         episodes: how many there will be.
@@ -183,9 +220,11 @@ class RowsWriter:
         """The largest of the first extra."""
         self._generation = GenerationWriter(layout, files, 0)
         self._grown: list[GrowingFile] = []
+        self._aside: AsideWriter | None = None
         try:
             self._generation.begin()
-            for name in [*(f"values/{name}" for name in extras), PART_FILE, KEY_FILE]:
+            self._aside = AsideWriter(files, self._generation, f"{VALUES_FOLDER}/", nexts)
+            for name in [*(f"{VALUES_FOLDER}/{name}" for name in extras), PART_FILE, KEY_FILE]:
                 self._grown.append(GrowingFile(files, self._generation, name))
         except BaseException:
             self.close()
@@ -202,6 +241,8 @@ class RowsWriter:
         self.cuts += keys[chunk.arrays[END] == CUT].tolist()
         for file, values in zip(self._grown, [*chunk.extras, chunk.part, chunk.key], strict=True):
             file.write(np.ascontiguousarray(values, np.int32 if values is chunk.part else values.dtype).tobytes())
+        assert self._aside is not None
+        self._aside.add(keys[chunk.aside], chunk.nexts)
         if chunk.extras:
             self.most = max(self.most, float(chunk.extras[0].max()))
         self._next += count
@@ -242,6 +283,8 @@ class RowsWriter:
         if self._blocks is not None:
             self._blocks.flush()
         wrote = self._writer.finish(wall, manifest.reason)
+        assert self._aside is not None
+        self._aside.finish()
         for file in self._grown:
             file.finish()
         blocks = [] if self._blocks is None else self._blocks.blocks
@@ -254,6 +297,8 @@ class RowsWriter:
         self._writer.close()
         for file in self._grown:
             file.close()
+        if self._aside is not None:
+            self._aside.close()
         self._generation.abandon()
 
 

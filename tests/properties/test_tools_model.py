@@ -1,52 +1,175 @@
-"""Merging and splitting against a plain list: rows of several runs, in any grouping, and any episodes taken out."""
+"""Merging, splitting and resharding against a plain list: rows of several runs, in any grouping, and any episodes taken
+out; whatever a row's next observation is, and wherever it lies."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import ReplayBuffer
-from pipeline.tools import merge, split
+from pipeline.buffer.transitions import blocks as block_sizes
+from pipeline.distributed import Ranks
+from pipeline.tools import merge, reshard, split
 from tests.properties.conftest import SOAK
 from tests.support.keeping import load
+from tests.support.ranks import fine, on_ranks
 
-ENDS = st.lists(st.booleans(), max_size=12)
-
-
-def save(directory: Path, run: int, ends: list[bool], capacity: int) -> list[tuple[int, int]]:
-    """Save rows of one environment; return those that are there, by (run, key)."""
-    with ReplayBuffer(capacity, directory=directory) as buffer:
-        buffer.resume()
-        for t, end in enumerate(ends):
-            buffer.extend({"run": np.array([run]), "t": np.array([t]), "terminated": np.array([end])})
-        buffer.save(1, wait=True)
-    return [(run, t) for t in range(len(ends))][-capacity:]
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["", "", "", "terminated", "truncated", "cut"]), st.booleans()),
+    max_size=14,
+)
+"""The environment of each row, how its episode ends with it, and whether its next observation is not what comes."""
+IMAGE = 1200
 
 
-@settings(max_examples=6 * SOAK)
-@given(st.lists(ENDS, min_size=1, max_size=3), st.integers(3, 12), st.data())
+class Row(NamedTuple):
+    """A row of the model."""
+
+    run: int
+    key: int
+    episode: int
+    next: bytes
+
+
+def observed(run: int, key: int, odd: int = 0) -> tuple[Any, np.ndarray]:
+    """What is observed at a row: a number whose bits are its own, and an image."""
+    bits = np.array([0x7FF8 << 48 | run << 24 | key << 8 | odd], np.uint64)
+    return bits.view(np.float64)[0], np.full(IMAGE, (31 * run + 7 * key + odd) % 251, np.uint8)
+
+
+def as_bytes(of: tuple[Any, np.ndarray]) -> bytes:
+    return np.float64(of[0]).tobytes() + of[1].tobytes()
+
+
+def following(run: int, steps: list[tuple[int, str, bool]], at: int) -> tuple[Any, np.ndarray]:
+    """The next observation of a row."""
+    env, end, odd = steps[at]
+    after = next((key for key in range(at + 1, len(steps)) if steps[key][0] == env), None)
+    return observed(run, at, 1) if odd or end or after is None else observed(run, after)
+
+
+class Run(NamedTuple):
+    """How a run is saved, and its steps."""
+
+    steps: list[tuple[int, str, bool]]
+    share: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"share_next_obs": self.share}
+
+    def save(self, directory: Path, run: int, capacity: int) -> list[Row]:
+        """Save it; return the rows that are there."""
+        begun, episodes, rows = 0, {}, []
+        with ReplayBuffer(capacity, directory=directory, seed=run, **self.options) as buffer:
+            buffer.resume()
+            for key, (env, end, _) in enumerate(self.steps):
+                (n, image), (then, shown) = observed(run, key), following(run, self.steps, key)
+                row = {
+                    "obs": {"n": n, "image": image},
+                    "next_obs": {"n": then, "image": shown},
+                    "run": run,
+                    "t": key,
+                    "terminated": end == "terminated",
+                    "truncated": end == "truncated",
+                }
+                buffer.append(row, env=env, version=key)
+                if end == "cut":
+                    buffer.end_episode(env)
+                if env not in episodes:
+                    episodes[env], begun = begun, begun + 1
+                rows.append(Row(run, key, episodes[env], as_bytes((then, shown))))
+                if end:
+                    del episodes[env]
+                if key % 6 == 5:
+                    buffer.save(key, wait=True)
+            buffer.save(99, wait=True)
+        return rows[-capacity:]
+
+
+RUNS = st.builds(Run, STEPS, st.booleans())
+
+
+def next_bytes(found: dict[str, Any]) -> list[bytes]:
+    if not found["keys"]:
+        return []
+    return [n + image for n, image in zip(found["next_obs.n"], found["next_obs.image"], strict=True)]
+
+
+def check(found: dict[str, Any], model: list[Row]) -> None:
+    """Compare what a buffer holds with the model, and its observations with what they must be."""
+    assert found.get("id", []) == [(row.run, row.key) for row in model]
+    assert next_bytes(found) == [row.next for row in model]
+    for row, n, image in zip(model, found.get("obs.n", ()), found.get("obs.image", ()), strict=True):
+        assert n + image == as_bytes(observed(row.run, row.key))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sizes, "BLOCK_BYTES", 5 * IMAGE)
+
+
+@settings(max_examples=10 * SOAK)
+@given(st.lists(RUNS, min_size=1, max_size=3), st.integers(3, 12), st.data())
 def test_a_merge_is_a_sort_and_a_split_takes_whole_episodes(
-    runs: list[list[bool]], capacity: int, data: st.DataObject
+    runs: list[Run], capacity: int, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = [save(folder / f"run{run}", run, ends, capacity) for run, ends in enumerate(runs)]
-        paths = [folder / f"run{run}" for run in range(len(runs))]
-        model = sorted((row for each in rows for row in each), key=lambda row: (row[1], row[0]))
+        rows = [run.save(folder / f"run{number}", number, capacity) for number, run in enumerate(runs)]
+        paths = [folder / f"run{number}" for number in range(len(runs))]
+        model = sorted((row for each in rows for row in each), key=lambda row: (row.key, row.run))
         made = merge(paths, folder / "all")
-        assert load(folder / "all").get("id", []) == model
-        episodes = {
-            row: (sum(runs[row[0]][: row[1]]), row[0]) for row in model
-        }  # an episode is named by how many ended before it, and its run
-        assert made.units == len(set(episodes.values()))
+        share = {"share_next_obs": all(run.share for run in runs if run.steps)}
+        check(load(folder / "all", **share), model)
+        episodes = sorted({(row.episode, row.run) for row in model})
+        assert made.units == len(episodes)
         count = data.draw(st.integers(0, made.units))
-        oldest = set(sorted(set(episodes.values()))[:count])
+        oldest = set(episodes[:count])
         split(folder / "all", [folder / "x", folder / "y"], count=count)
-        assert load(folder / "x").get("id", []) == [row for row in model if episodes[row] in oldest]
-        assert load(folder / "y").get("id", []) == [row for row in model if episodes[row] not in oldest]
+        check(load(folder / "x", **share), [row for row in model if (row.episode, row.run) in oldest])
+        check(load(folder / "y", **share), [row for row in model if (row.episode, row.run) not in oldest])
         merge([folder / "y", folder / "x"], folder / "back")
-        assert load(folder / "back") == load(folder / "all")
+        assert load(folder / "back", **share) == load(folder / "all", **share)
+
+
+@settings(max_examples=10 * SOAK)
+@given(RUNS, st.integers(3, 12), st.integers(1, 3), st.integers(1, 3))
+def test_a_reshard_has_every_row_in_its_episode(run: Run, capacity: int, first: int, then: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = run.save(folder / "run", 1, capacity)
+        source = folder / "run"
+        for number, size in enumerate((first, then)):
+            target = folder / str(number)
+            reshard(source, target, size, rebalance=True)
+            merge([target], folder / f"m{number}")
+            found = load(folder / f"m{number}", **run.options)
+            order = np.argsort([t for _, t in found.get("id", ())])
+            check({name: [each[at] for at in order] if _of_rows(each) else each for name, each in found.items()}, model)
+            source = target
+
+        def live(ranks: Ranks) -> dict[str, Any]:
+            from tests.support.keeping import everything
+
+            with ReplayBuffer(50, directory=source, ranks=ranks, seed=1, **run.options) as buffer:
+                buffer.resume()
+                return everything(buffer)
+
+        found = fine(on_ranks(then, live))
+        every = sorted(zip(_joined(found, "id"), [each for one in found for each in next_bytes(one)], strict=True))
+        assert every == [((row.run, row.key), row.next) for row in model]
+
+
+def _of_rows(each: Any) -> bool:
+    return isinstance(each, list)
+
+
+def _joined(found: list[dict[str, Any]], name: str) -> list[Any]:
+    return [each for one in found for each in one.get(name, ())]

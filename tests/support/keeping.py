@@ -87,17 +87,21 @@ def everything(buffer: ReplayBuffer) -> dict[str, Any]:
         found["back"] = np.where(alive, back, -1).tolist()
         found["mass"] = buffer.drawer.mass(keys).tolist()
         found["id"] = list(zip(*(ring.storage.view(name)[slots].tolist() for name in ("run", "t")), strict=True))
+    if buffer.next_obs is not None and names:
+        nexts = buffer.next_obs.gather(keys, buffer.next_obs.names())
+        found |= {name: [each.tobytes() for each in array] for name, array in nexts.items()}
+        found["aside"] = tuple(buffer.next_obs.state()[0].tolist())
     found["counts"] = buffer.statistics().added, buffer.statistics().sampled
     return found
 
 
-def load(directory: Path, *, select: Any = "uniform", capacity: int = 5000) -> dict[str, Any]:
+def load(directory: Path, *, select: Any = "uniform", capacity: int = 5000, **options: Any) -> dict[str, Any]:
     """Resume a copy of the run that nobody else has, and return all that it holds; what :func:`verify` says of it is
     good."""
     found = verify(str(directory))
     assert found.whole, found.damages
     assert not found.unpromised
-    with ReplayBuffer(capacity, directory=directory, select=select, seed=1) as buffer:
+    with ReplayBuffer(capacity, directory=directory, select=select, seed=1, **options) as buffer:
         buffer.resume(continue_episodes=True)
         return everything(buffer)
 

@@ -14,12 +14,13 @@ import pytest
 from pipeline import ReplayBuffer
 from pipeline.checkpoint import verify
 from pipeline.distributed import Ranks
-from pipeline.errors import ConfigError, UsageError
+from pipeline.errors import UsageError
 from pipeline.tools import merge, reshard, split
 from tests.support.keeping import PRIORITIZED, digest, everything, load, odd_rows
 from tests.support.ranks import fine, on_ranks
 
 PACKED: dict[str, Any] = {"compress": {"image": "zlib"}}
+SHARED: dict[str, Any] = {"share_next_obs": True}
 GOLDEN = Path(__file__).parent.parent / "golden" / "v1f"
 
 
@@ -30,7 +31,7 @@ def save(directory: Path, ranks: Ranks | None = None, **options: Any) -> None:
         buffer.resume()
         for t in range(24):
             done = [(t + env) % (4 + 2 * rank) == 0 for env in range(3)]
-            rows = {**odd_rows(rank, t, 3, done=done), "truncated": np.zeros(3, bool)}
+            rows = {**odd_rows(rank, t, 3, done=done), "truncated": np.zeros(3, bool), **observed(rank, t, done)}
             buffer.extend(rows, envs=3, version=t)
             if t == 10:
                 buffer.save(1, wait=True)
@@ -39,6 +40,16 @@ def save(directory: Path, ranks: Ranks | None = None, **options: Any) -> None:
         if options.get("select") is PRIORITIZED:
             buffer.update_priorities(keys, 1 + keys % 7)
         buffer.save(2, wait=True)
+
+
+def observed(rank: int, t: int, done: list[bool]) -> dict[str, Any]:
+    """Observations, and next ones: mostly the observation that comes next, but for single bits."""
+    number = np.arange(3) + 1000 * rank + 10 * t
+    obs = np.stack([number, np.where(number % 4 == 0, np.nan, -0.0)], 1).astype(np.float32)
+    after = np.stack([number + 10, np.where((number + 10) % 4 == 0, np.nan, -0.0)], 1).astype(np.float32)
+    after[done] += 0.5
+    after[:, 1] = np.where(number % 11 == 3, 0.0, after[:, 1])
+    return {"obs": obs, "next_obs": after}
 
 
 def of_ranks(directory: Path, size: int, **options: Any) -> list[dict[str, Any]]:
@@ -53,36 +64,50 @@ def of_ranks(directory: Path, size: int, **options: Any) -> list[dict[str, Any]]
 
 def rows_of(*found: dict[str, Any]) -> list[Any]:
     """What there is of each row wherever it lies, but for its place: that of one without a start is counted anew."""
-    names = ("id", "reward", "bits", "half", "image", "terminated", "truncated", "mass", "#version", "#end")
+    columns = ("obs", "next_obs", "reward", "bits", "half", "image", "terminated", "truncated")
+    names = ("id", *columns, "mass", "#version", "#end")
     return sorted(row for each in found for row in zip(*(each[name] for name in names), strict=True))
 
 
 UNLIKE = pytest.mark.parametrize(
     "options",
-    [{"incomplete": "truncate"}, {"incomplete": "drop"}, {"incomplete": "drop", "select": PRIORITIZED}, PACKED],
-    ids=["truncate", "drop", "drop by priority", "compress"],
+    [
+        {"incomplete": "truncate"},
+        {"incomplete": "drop"},
+        {"incomplete": "drop", "select": PRIORITIZED},
+        PACKED,
+        SHARED,
+        SHARED | PACKED | {"incomplete": "drop"},
+        SHARED | {"incomplete": "truncate", "select": PRIORITIZED},
+    ],
+    ids=["truncate", "drop", "drop by priority", "compress", "share", "share compress drop", "share truncate priority"],
 )
+
+
+def loading(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that a resume must have as well."""
+    return {name: options[name] for name in ("select", "share_next_obs") if name in options}
 
 
 @UNLIKE
 def test_of_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     save(tmp_path / "a", **options)
-    was, select = digest(tmp_path / "a"), options.get("select", "uniform")
+    was, same = digest(tmp_path / "a"), loading(options)
     made = merge([tmp_path / "a"], tmp_path / "m")
     parts = split(tmp_path / "a", [tmp_path / "x", tmp_path / "y"], where="t < 16")
     back = merge([tmp_path / "x", tmp_path / "y"], tmp_path / "back")
     anew = reshard(tmp_path / "a", tmp_path / "r", 2)
     assert digest(tmp_path / "a") == was
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    wanted = load(tmp_path / "copy", select=select)
+    wanted = load(tmp_path / "copy", **same)
     rows = len(wanted["keys"])
     assert (rows < 60) == (options.get("incomplete") == "drop")
     assert made.rows == back.rows == sum(each.rows for each in parts) == sum(anew.shards) == rows
     assert all(each.rows for each in parts)
-    merged = load(tmp_path / "m", select=select)
-    assert load(tmp_path / "back", select=select) == merged
+    merged = load(tmp_path / "m", **same)
+    assert load(tmp_path / "back", **same) == merged
     assert rows_of(merged) == rows_of(wanted)
-    resharded = of_ranks(tmp_path / "r", 2, select=select)
+    resharded = of_ranks(tmp_path / "r", 2, **same)
     if options.get("incomplete"):  # else the ranks' loads cut the episodes that are open
         assert merged["open"][0] == []
         assert rows_of(*resharded) == rows_of(wanted)
@@ -92,19 +117,19 @@ def test_of_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
 @UNLIKE
 def test_of_ranks(tmp_path: Path, options: dict[str, Any]) -> None:
     fine(on_ranks(2, partial(_save_rank, directory=tmp_path / "a", options=options)))
-    select = options.get("select", "uniform")
+    same = loading(options)
     was = digest(tmp_path / "a")
     for size in (1, 2, 3):
         made = reshard(tmp_path / "a", tmp_path / f"r{size}", size)
         found = verify(str(tmp_path / f"r{size}"))
         assert found.whole, found.damages
         shutil.copytree(tmp_path / "a", tmp_path / f"copy{size}")
-        wanted = of_ranks(tmp_path / f"copy{size}", size, select=select)
-        assert of_ranks(tmp_path / f"r{size}", size, select=select) == wanted
+        wanted = of_ranks(tmp_path / f"copy{size}", size, **same)
+        assert of_ranks(tmp_path / f"r{size}", size, **same) == wanted
         assert made.shards == [len(each["keys"]) for each in wanted]
     assert digest(tmp_path / "a") == was
     merge([tmp_path / "a"], tmp_path / "m")
-    merged = load(tmp_path / "m", select=select)
+    merged = load(tmp_path / "m", **same)
     if options.get("incomplete"):  # else the ranks' loads cut the episodes that are open
         assert merged["open"][0] == []
         assert rows_of(merged) == rows_of(*wanted)
@@ -141,27 +166,55 @@ def test_conditions_see_what_was_written_back(tmp_path: Path) -> None:
     assert len(load(tmp_path / "truncated x")["open"][0]) == 0
 
 
-def test_next_observations_that_rows_share_are_refused_by_name(tmp_path: Path) -> None:
-    from tests.support.replaying import rows
+def test_what_only_some_of_the_runs_share_each_row_has_for_itself(tmp_path: Path) -> None:
+    """And so where they share it in other ways; those that have no rows have no say."""
+    save(tmp_path / "a", **SHARED, incomplete="drop")
+    save(tmp_path / "b", **PACKED)
+    with ReplayBuffer(9, directory=tmp_path / "none") as buffer:
+        buffer.resume()
+        buffer.save(1, wait=True)
+    wanted = rows_of(load(tmp_path / "a", **SHARED), load(tmp_path / "b"))
+    merge([tmp_path / name for name in ("a", "b", "none")], tmp_path / "m")
+    assert rows_of(load(tmp_path / "m")) == wanted
+    with pytest.raises(UsageError, match="was saved with share_next_obs=False"):
+        load(tmp_path / "m", **SHARED)
+    split(tmp_path / "m", [tmp_path / "x", tmp_path / "y"], count=4)
+    merge([tmp_path / "y", tmp_path / "x"], tmp_path / "back")
+    assert load(tmp_path / "back") == load(tmp_path / "m")
+    merge([tmp_path / "none", tmp_path / "a"], tmp_path / "alone")
+    assert rows_of(load(tmp_path / "alone", **SHARED)) == rows_of(load(tmp_path / "a", **SHARED))
 
-    def live(ranks: Ranks | None, directory: Path) -> None:
-        with ReplayBuffer(50, directory=directory, ranks=ranks, share_next_obs=True, seed=1) as buffer:
+
+def test_observations_that_have_other_names(tmp_path: Path) -> None:
+    """Of two columns that either may be the observation, each run has another one."""
+    for run, twin in (("a", "seen"), ("b", "told")):
+        fields = {"obs": twin, "next_obs": "after"}
+        with ReplayBuffer(50, directory=tmp_path / run, fields=fields, seed=1, **SHARED) as buffer:
             buffer.resume()
-            buffer.extend(rows(0, 10))
+            t = np.arange(10.0)
+            rows = {"seen": t, "told": -t, "after": (t if run == "a" else -t) + (1 if run == "a" else -1)}
+            buffer.extend({**rows, "run": np.full(10, ord(run)), "t": np.arange(10), "terminated": t == 7})
             buffer.save(1, wait=True)
+    merge([tmp_path / "a"], tmp_path / "alone")
+    wanted = load(tmp_path / "a", **SHARED, fields={"obs": "seen", "next_obs": "after"})
+    assert len(wanted["aside"]) == 2
+    assert load(tmp_path / "alone", **SHARED, fields={"obs": "seen", "next_obs": "after"}) == wanted
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
+    after = [np.frombuffer(each)[0] for each in load(tmp_path / "m")["after"]]
+    assert after == [each for t in range(1, 11) for each in (t, -t)]
 
-    live(None, tmp_path / "one")
-    fine(on_ranks(2, partial(live, directory=tmp_path / "two")))
-    for name, size in (("one", 2), ("one", 1), ("two", 3)):
-        with pytest.raises(ConfigError, match=r"share_next_obs=True.*cannot be merged, split or resharded"):
-            reshard(tmp_path / name, tmp_path / "out", size)
-        with pytest.raises(ConfigError, match="share_next_obs=True"):
-            reshard(tmp_path / name, tmp_path / "out", size, dry_run=True)
-        with pytest.raises(ConfigError, match="share_next_obs=True"):
-            split(tmp_path / name, tmp_path / "out", count=1)
-    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
-    assert reshard(tmp_path / "two", tmp_path / "out", 2).shards == [10, 10]  # as they lie there
-    assert verify(str(tmp_path / "out")).whole
+
+@pytest.mark.parametrize("incomplete", ["keep", "drop"])
+def test_a_block_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incomplete: str) -> None:
+    """Next observations come from the block after the next one."""
+    monkeypatch.setattr("pipeline.buffer.transitions.blocks.BLOCK_BYTES", 2800)
+    save(tmp_path / "a", **SHARED, incomplete=incomplete)
+    merge([tmp_path / "a"], tmp_path / "m")
+    save(tmp_path / "b")
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "own")
+    before = rows_of(load(tmp_path / "a", **SHARED))
+    assert rows_of(load(tmp_path / "m", **SHARED)) == before
+    assert rows_of(load(tmp_path / "own")) == sorted([*before, *rows_of(load(tmp_path / "b"))])
 
 
 def test_what_ranks_have_attached_for_themselves(tmp_path: Path) -> None:

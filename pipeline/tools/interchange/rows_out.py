@@ -25,7 +25,6 @@ from pipeline.replay.pooling import block_of
 from pipeline.replay.state import BufferState, Ends, read_buffer_state
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
-from pipeline.tools.interchange.next_obs_out import NextObsOut
 from pipeline.tools.interchange.runs import Opened
 from pipeline.tools.interchange.streams import (
     END,
@@ -38,6 +37,7 @@ from pipeline.tools.interchange.streams import (
     Rows,
     Transitions,
 )
+from pipeline.tools.next_obs import Batch, OwnNextObs, in_memory
 
 _MARKS = (EPISODE, PLACE, VERSION, END)
 _PRIORITIES = "selector.priorities"
@@ -153,8 +153,11 @@ class _Reading:
         if state.next_obs_columns is None:
             yield from (rows for rows, _ in found)
             return
-        table = _of_part(self._buffer.values, "next_obs")
-        yield from NextObsOut(state.next_obs_columns, self._buffer.fields, table, self._layout.directory).filled(found)
+        columns, fields = state.next_obs_columns, self._buffer.fields
+        aside = in_memory(columns, _of_part(self._buffer.values, "next_obs"))
+        batches = (Batch(rows, rows.marks[KEY], behind, rows.columns) for rows, behind in found)
+        for rows, nexts in OwnNextObs(columns, fields, aside, self._layout.directory).filled(batches):
+            yield Rows({**rows.columns, **nexts}, rows.marks)
 
     def _in_order(self) -> Iterator[tuple[Rows, np.ndarray]]:
         state = self._buffer.state
