@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
 from pipeline.buffer.transitions.checked import CheckedBlock, Columns
-from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.columns import LARGE, Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import unpacked
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.checkpoint.generations import Stored, check_generation
@@ -146,7 +146,9 @@ class RowsOnDisk:
         """Columns of next observations, if rows share these."""
         self.owning = False
         """Whether rows that share next observations are to have their own."""
-        self.fields = Fields.of(stored.manifest.options.get("fields"))
+        self.options = stored.manifest.options
+        """What their buffer was built with."""
+        self.fields = Fields.of(self.options.get("fields"))
         self._kept = self._listed() if self.state.dropped else {}
         self.oldest = self.state.added - self.state.size
         blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), self.state)
@@ -199,7 +201,7 @@ class RowsOnDisk:
         aside = self._aside()
         for block, keep, at in self._ranges():
             arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block))
-            arrays = {name: self._dense(name, array[keep]) for name, array in arrays.items()}
+            arrays = {name: self._held_as(name, array[keep]) for name, array in arrays.items()}
             keys = np.arange(block.first, block.first + block.count)[keep]
             write_back_into(arrays, keys, written)
             arrays[END] = ends.of(keys, arrays[END])
@@ -219,20 +221,34 @@ class RowsOnDisk:
     def _with_own(self, found: Iterator[tuple[Chunk, Ints]]) -> Iterator[Chunk]:
         """Give rows their own next observations."""
 
+        twins = twins_of(self.nexts, self.fields).values()
+
         def batches() -> Iterator[Batch[Chunk]]:
             for chunk, keys in found:
                 arrays = {name: each.copy() for name, each in chunk.arrays.items()}  # it may be held for a while
-                yield Batch(chunk._replace(arrays=arrays), keys, arrays[BEHIND], arrays)
+                observed = {name: self._dense(name, arrays[name]) for name in twins}
+                yield Batch(chunk._replace(arrays=arrays), keys, arrays[BEHIND], observed)
 
         none = np.empty(0, np.int64)
         for chunk, nexts in OwnNextObs(self.nexts, self.fields, self._aside(), self.where).filled(batches()):
             yield chunk._replace(arrays={**chunk.arrays, **nexts}, aside=none, nexts=[])
 
-    def _dense(self, name: str, array: np.ndarray) -> np.ndarray:
-        if array.dtype != object or self.schema is None:
+    def _held_as(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return rows of a column as they are to be written: those that are compressed stay so, if the column is
+        large enough that memory has it so."""
+        if array.dtype != object or self._column(name).nbytes >= LARGE:
             return array
-        column = self.schema.column(name)
+        return self._dense(name, array)
+
+    def _dense(self, name: str, array: np.ndarray) -> np.ndarray:
+        if array.dtype != object:
+            return array
+        column = self._column(name)
         return unpacked(array, column.shape, column.bits)
+
+    def _column(self, name: str) -> Column:
+        assert self.schema is not None
+        return self.schema.column(name)
 
     def _coming_back(self, episodes: Ints) -> Ints:
         """Return which rows, by the episode of each, a save has not dropped."""

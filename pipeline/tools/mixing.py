@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.buffer.transitions.compressed import packed_rows
 from pipeline.errors import ConfigError
 from pipeline.tools.kept_rows import Chunk
 
@@ -94,9 +95,16 @@ def _joined(parts: Sequence[tuple[int, Chunk]]) -> Mixed:
     part = np.concatenate([chunk.part for chunk in chunks])
     order = np.lexsort((part, key))
     first = chunks[0]
-    arrays = {name: np.concatenate([chunk.arrays[name] for chunk in chunks])[order] for name in first.arrays}
+    arrays = {name: _alike([chunk.arrays[name] for chunk in chunks])[order] for name in first.arrays}
     extras = [np.concatenate([chunk.extras[at] for chunk in chunks])[order] for at in range(len(first.extras))]
     return Mixed(Chunk(arrays, part[order], key[order], extras, *_joined_aside(chunks, order)), stream[order])
+
+
+def _alike(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return rows together: all compressed, if some are."""
+    if any(each.dtype == object for each in parts):
+        parts = [packed_rows(each, each.dtype) for each in parts]
+    return np.concatenate(parts)
 
 
 def _joined_aside(chunks: Sequence[Chunk], order: Ints) -> tuple[Ints, list[np.ndarray]]:

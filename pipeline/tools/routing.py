@@ -170,7 +170,7 @@ class _Target:
         manifest = Manifest(
             step=max(each.stored.manifest.step for each in every.sources),
             reason=tool,
-            options={**first.options, **_sharing(every), "capacity": state.capacity, "directory": directory},
+            options={**first.options, **_lying(every), "capacity": state.capacity, "directory": directory},
             left_out=notes,
             made_of=parts,
         )
@@ -252,12 +252,14 @@ def _environments(every: Every, numbered: _Numbered) -> dict[tuple[int, int], in
     return {each: number if clash else each[1] for number, each in enumerate([*open_ones, *rest])}
 
 
-def _sharing(every: Every) -> dict[str, Any]:
-    """Return what the options are to say of how next observations lie."""
-    fields = [each.fields for each in every.streams if each.schema is not None]
-    if not fields:
+def _lying(every: Every) -> dict[str, Any]:
+    """Return what the options are to say of how rows lie."""
+    having = [each for each in every.streams if each.schema is not None]
+    if not having:
         return {}
-    return {"share_next_obs": True, "fields": fields[0].to_dict()} if every.nexts else {"share_next_obs": False}
+    compress = {name: how for each in having for name, how in (each.options.get("compress") or {}).items()}
+    found: dict[str, Any] = {"share_next_obs": bool(every.nexts), "compress": compress or None}
+    return {**found, "fields": having[0].fields.to_dict()} if every.nexts else found
 
 
 def _unknown(every: Every) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
-from pipeline.buffer.transitions.compressed import unpacked
+from pipeline.buffer.transitions.compressed import packed_row
 from pipeline.buffer.transitions.layout import END, RowLayout
-from pipeline.buffer.transitions.storage import as_runs
 from pipeline.errors import Damaged, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Gaps
@@ -112,7 +111,7 @@ class Packed(NamedTuple):
 
     Attributes:
         records: packed records: marks and small columns.
-        large: by column.
+        large: by column; of ``bytes``, if they are compressed.
         extras: what the selection has of each.
         aside: [m] which of them have a next observation that is kept aside.
         nexts: these, by column.
@@ -151,19 +150,19 @@ class ScatteredRows:
         self._layout, self._rows, self._folder = RowLayout(wanted.schema), rows, folder
         self._handle = -1
         fields: list[tuple[str, Any]] = [("record", f"V{self._layout.record.itemsize}")]
-        fields += [(f"large.{at}", f"V{column.nbytes}") for at, column in enumerate(self._layout.large)]
+        fields += [(f"large.{at}", "(2,)i8") for at in range(len(self._layout.large))]
         fields += [(f"extra.{at}", extra.dtype) for at, extra in enumerate(extras)]
         self._kind, self._extras = np.dtype(fields), extras
         self._there = np.zeros(rows, bool)
         self._gaps: Gaps | None = None
-        self._aside = _Aside(heap, wanted.nexts)
+        self._heap, self._aside = heap, _Aside(heap, wanted.nexts)
         try:
             self._handle = unnamed(folder)
         except OSError as error:
             raise WriteFailed(f"{folder}: no file for rows can be made there: {error}") from error
 
     def put(self, given: SomeRows) -> None:
-        """Write some rows where they belong; such as were compressed, dense.
+        """Write some rows where they belong; such as are compressed, as they are.
 
         Raises:
             WriteFailed: they cannot be.
@@ -175,8 +174,7 @@ class ScatteredRows:
         packed = np.empty(count, self._kind)
         packed["record"] = rows.records.view(self._kind["record"])
         for at, (column, each) in enumerate(zip(self._layout.large, rows.large, strict=True)):
-            dense = unpacked(each, column.shape, column.bits) if each.dtype == object else each
-            packed[f"large.{at}"] = as_runs(np.ascontiguousarray(dense), column.nbytes)[:, 0]
+            packed[f"large.{at}"] = self._put_large(column, each)
         for at, each in enumerate(rows.extras):
             packed[f"extra.{at}"] = each
         raw, size, done = memoryview(packed.view(np.uint8).data), self._kind.itemsize, 0
@@ -184,6 +182,32 @@ class ScatteredRows:
             self._there[begin : begin + length] = True
             _write(self._handle, raw[done * size : (done + length) * size], begin * size, self._folder)
             done += length
+
+    def _put_large(self, column: Column, rows: np.ndarray) -> Ints:
+        """Write rows of a large column; return where each lies, and of one that is compressed how long it is, else
+        -1."""
+        found = np.full((len(rows), 2), -1)
+        if rows.dtype == object:
+            found[:, 1] = sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+            content: Any = b"".join(rows.tolist())
+        else:
+            sizes = np.full(len(rows), column.nbytes)
+            content = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+        found[:, 0] = self._heap.add(content) + np.cumsum(sizes) - sizes
+        return found
+
+    def _large(self, column: Column, where: Ints) -> np.ndarray:
+        """Return rows of a large column: dense, or all compressed if one of them is."""
+        dense = where[:, 1] < 0
+        sizes = np.where(dense, column.nbytes, where[:, 1])
+        raw = self._heap.read(where[:, 0], sizes)
+        if dense.all():
+            return np.frombuffer(raw, column.bits).reshape(len(where), *column.shape)
+        rows, ends = np.empty(len(where), object), np.cumsum(sizes).tolist()
+        for at, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            row = raw[begin:end]
+            rows[at] = packed_row(np.frombuffer(row, np.uint8)) if dense[at] else row
+        return rows
 
     @property
     def missing(self) -> int:
@@ -217,7 +241,7 @@ class ScatteredRows:
                 f"{where}: {self.missing} of {self._rows} rows are in none of its blocks. Restore it from a copy"
             )
         size, done = self._kind.itemsize, 0
-        for begin, count in self._pieces(max(1, _READ // size)):
+        for begin, count in self._pieces(max(1, _READ // self._layout.row_bytes)):
             packed = np.frombuffer(os.pread(self._handle, count * size, begin * size), self._kind)
             records = np.ascontiguousarray(packed["record"]).view(self._layout.record)
             if self._gaps is not None:
@@ -225,8 +249,7 @@ class ScatteredRows:
                 for name, marks in self._gaps.marks(records[END], first, slice(done, done + count)).items():
                     records[name] = marks
             large = {
-                column.name: np.ascontiguousarray(packed[f"large.{at}"]).view(column.bits).reshape(count, *column.shape)
-                for at, column in enumerate(self._layout.large)
+                column.name: self._large(column, packed[f"large.{at}"]) for at, column in enumerate(self._layout.large)
             }
             done += count
             extras = [packed[f"extra.{at}"] for at in range(len(self._extras))]

@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import encode_rows, rows_of_block
 from pipeline.buffer.transitions.checked import checksum_of
 from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.compressed import CompressedColumn
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, PLACE
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
@@ -95,7 +96,8 @@ class SegmentWriter:
 
 
 class BlockWriter:
-    """Puts rows into blocks."""
+    """Puts rows into blocks. Large columns of which a block gets a row that is compressed are so in all of it: those
+    that come as they are held stay as they are, and others are compressed."""
 
     def __init__(self, writer: SegmentWriter, schema: Schema, first: int) -> None:
         """Args:
@@ -108,6 +110,7 @@ class BlockWriter:
         self._ring = Ring(TransitionStorage(most, schema))
         self._most, self._filled = most, 0
         self._memory = Recycler()
+        self._dense: dict[str, np.ndarray] = {}  # where columns lie that are compressed in the block that is filled
         self.blocks: list[Block] = []
 
     @property
@@ -121,6 +124,7 @@ class BlockWriter:
         while at < count:
             room = min(self._most - self._filled, count - at)
             slots = slice(self._filled, self._filled + room)
+            self._hold(arrays)
             self.storage.write(slots, {name: each[at : at + room] for name, each in arrays.items()})
             self._fill(room)
             at += room
@@ -132,9 +136,19 @@ class BlockWriter:
             room = min(self._most - self._filled, len(records) - at)
             slots = np.arange(self._filled, self._filled + room)
             self.storage.write_records(slots, records[at : at + room])
+            self._hold(large)
             self.storage.write(slots, {name: each[at : at + room] for name, each in large.items()})
             self._fill(room)
             at += room
+
+    def _hold(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Have columns compressed of which there are rows that are."""
+        for name, rows in arrays.items():
+            if rows.dtype == object and name not in self._dense:
+                held = self.storage.view(name)
+                column: Any = CompressedColumn(held.shape, held.dtype)
+                column[: self._filled] = held[: self._filled]
+                self._dense[name] = self.storage.lay(name, column)
 
     def _fill(self, count: int) -> None:
         self._filled += count
@@ -147,6 +161,9 @@ class BlockWriter:
             blob = encode_rows(self._ring, slice(0, self._filled), self._filled, self._memory)
             self.blocks.append(self._writer.payload(blob, self._next, self._filled, sums=checksum_of(blob)))
             self._next, self._filled = self._next + self._filled, 0
+            for name, memory in self._dense.items():
+                self.storage.lay(name, memory)
+            self._dense = {}
 
 
 class AsideWriter:

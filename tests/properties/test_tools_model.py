@@ -4,6 +4,9 @@ out; whatever a row's next observation is, and wherever it lies."""
 from __future__ import annotations
 
 import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +17,11 @@ from hypothesis import strategies as st
 
 from pipeline import ReplayBuffer
 from pipeline.buffer.transitions import blocks as block_sizes
+from pipeline.buffer.transitions import compressed as compressing
 from pipeline.distributed import Ranks
 from pipeline.tools import merge, reshard, split
 from tests.properties.conftest import SOAK
-from tests.support.keeping import load
+from tests.support.keeping import compressed, everything, load
 from tests.support.ranks import fine, on_ranks
 
 STEPS = st.lists(
@@ -59,10 +63,11 @@ class Run(NamedTuple):
 
     steps: list[tuple[int, str, bool]]
     share: bool
+    compress: bool
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"share_next_obs": self.share}
+        return {"share_next_obs": self.share, "compress": {"obs": "zlib"} if self.compress else None}
 
     def save(self, directory: Path, run: int, capacity: int) -> list[Row]:
         """Save it; return the rows that are there."""
@@ -93,7 +98,7 @@ class Run(NamedTuple):
         return rows[-capacity:]
 
 
-RUNS = st.builds(Run, STEPS, st.booleans())
+RUNS = st.builds(Run, STEPS, st.booleans(), st.booleans())
 
 
 def next_bytes(found: dict[str, Any]) -> list[bytes]:
@@ -115,6 +120,26 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sizes, "BLOCK_BYTES", 5 * IMAGE)
 
 
+@contextmanager
+def another_level() -> Iterator[None]:
+    """What is compressed meanwhile has streams that are not those which a tool would make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compressing, "_LEVEL", 9)
+        yield
+
+
+def lying(runs: list[Run], directory: Path) -> dict[Any, bytes | None]:
+    """How observations lie that are compressed, or None; each is what it was made as."""
+    found = compressed(directory, "obs.image")
+    for (run, t), stream in found.items():
+        if stream is not None:
+            made = zlib.compress(observed(run, t)[1].tobytes(), 9 if runs[run].compress else 1)
+            assert stream == made, "a row was compressed once more"
+        else:
+            assert not runs[run].compress, "a row was compressed, and is dense"
+    return found
+
+
 @settings(max_examples=10 * SOAK)
 @given(st.lists(RUNS, min_size=1, max_size=3), st.integers(3, 12), st.data())
 def test_a_merge_is_a_sort_and_a_split_takes_whole_episodes(
@@ -122,12 +147,16 @@ def test_a_merge_is_a_sort_and_a_split_takes_whole_episodes(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = [run.save(folder / f"run{number}", number, capacity) for number, run in enumerate(runs)]
+        with another_level():
+            rows = [run.save(folder / f"run{number}", number, capacity) for number, run in enumerate(runs)]
         paths = [folder / f"run{number}" for number in range(len(runs))]
         model = sorted((row for each in rows for row in each), key=lambda row: (row.key, row.run))
         made = merge(paths, folder / "all")
         share = {"share_next_obs": all(run.share for run in runs if run.steps)}
         check(load(folder / "all", **share), model)
+        lie = lying(runs, folder / "all")
+        if len({run.compress for run in runs if run.steps}) == 1:  # else some have come into a block with others
+            assert all((stream is not None) == runs[run].compress for (run, _), stream in lie.items())
         episodes = sorted({(row.episode, row.run) for row in model})
         assert made.units == len(episodes)
         count = data.draw(st.integers(0, made.units))
@@ -136,6 +165,8 @@ def test_a_merge_is_a_sort_and_a_split_takes_whole_episodes(
         check(load(folder / "x", **share), [row for row in model if (row.episode, row.run) in oldest])
         check(load(folder / "y", **share), [row for row in model if (row.episode, row.run) not in oldest])
         merge([folder / "y", folder / "x"], folder / "back")
+        for part in ("x", "y", "back"):
+            lying(runs, folder / part)
         assert load(folder / "back", **share) == load(folder / "all", **share)
 
 
@@ -144,7 +175,8 @@ def test_a_merge_is_a_sort_and_a_split_takes_whole_episodes(
 def test_a_reshard_has_every_row_in_its_episode(run: Run, capacity: int, first: int, then: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = run.save(folder / "run", 1, capacity)
+        with another_level():
+            model = run.save(folder / "run", 0, capacity)
         source = folder / "run"
         for number, size in enumerate((first, then)):
             target = folder / str(number)
@@ -154,16 +186,15 @@ def test_a_reshard_has_every_row_in_its_episode(run: Run, capacity: int, first: 
             order = np.argsort([t for _, t in found.get("id", ())])
             check({name: [each[at] for at in order] if _of_rows(each) else each for name, each in found.items()}, model)
             source = target
+            assert all((stream is not None) == run.compress for stream in lying([run], target).values())
 
         def live(ranks: Ranks) -> dict[str, Any]:
-            from tests.support.keeping import everything
-
             with ReplayBuffer(50, directory=source, ranks=ranks, seed=1, **run.options) as buffer:
                 buffer.resume()
                 return everything(buffer)
 
-        found = fine(on_ranks(then, live))
-        every = sorted(zip(_joined(found, "id"), [each for one in found for each in next_bytes(one)], strict=True))
+        ranks = fine(on_ranks(then, live))
+        every = sorted(zip(_joined(ranks, "id"), [each for one in ranks for each in next_bytes(one)], strict=True))
         assert every == [((row.run, row.key), row.next) for row in model]
 
 

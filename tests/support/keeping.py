@@ -11,8 +11,15 @@ import numpy as np
 import torch
 
 from pipeline import ReplayBuffer
+from pipeline.buffer.transitions.blocks import decode_block
 from pipeline.checkpoint import verify
+from pipeline.checkpoint.generations import find_generations
+from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.config import Prioritized
+from pipeline.errors import Damaged
+from pipeline.replay.state import read_buffer_state
+from pipeline.store.layout import Layout
+from pipeline.store.segments import PayloadReader, read_blocks
 from pipeline.testing import KillingFiles
 from pipeline.tools import merge
 from tests.support.replaying import Counter
@@ -104,6 +111,29 @@ def load(directory: Path, *, select: Any = "uniform", capacity: int = 5000, **op
     with ReplayBuffer(capacity, directory=directory, select=select, seed=1, **options) as buffer:
         buffer.resume(continue_episodes=True)
         return everything(buffer)
+
+
+def compressed(directory: Path, name: str) -> dict[Any, bytes | None]:
+    """How the rows of a column lie in the blocks of the newest generation, by id: the stream of each, or None where it
+    is dense."""
+    layout = Layout(str(directory))
+    run = layout.read_run()
+    assert run is not None
+    folder = Path(find_generations(layout, run.run_id).complete[-1].folder)
+    reader = PayloadReader(layout, run.tag)
+    found: dict[Any, bytes | None] = {}
+    for path in [folder, *sorted((folder / "shards").glob("*"))]:
+        if (path / BLOCKS_FILE).exists():
+            schema = read_buffer_state(str(path))[0].schema
+            blocks = {block.place: block for block in read_blocks(str(path / BLOCKS_FILE))}
+            for place, payload in reader.each(blocks):
+                assert schema is not None
+                assert not isinstance(payload, Damaged)
+                arrays = decode_block(payload, schema, blocks[place].count, str(path))
+                streams = arrays[name].tolist() if arrays[name].dtype == object else [None] * blocks[place].count
+                ids = zip(arrays["run"].tolist(), arrays["t"].tolist(), strict=True)
+                found |= dict(zip(ids, streams, strict=True))
+    return found
 
 
 def rows_by_id(found: dict[str, Any], names: tuple[str, ...] = ()) -> dict[Any, Any]:

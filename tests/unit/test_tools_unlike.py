@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import zlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from pipeline.checkpoint import verify
 from pipeline.distributed import Ranks
 from pipeline.errors import UsageError
 from pipeline.tools import merge, reshard, split
-from tests.support.keeping import PRIORITIZED, digest, everything, load, odd_rows
+from tests.support.keeping import PRIORITIZED, compressed, digest, everything, load, odd_rows
 from tests.support.ranks import fine, on_ranks
 
 PACKED: dict[str, Any] = {"compress": {"image": "zlib"}}
@@ -140,10 +143,34 @@ def _save_rank(ranks: Ranks, directory: Path, options: dict[str, Any]) -> None:
     save(directory, ranks, **options)
 
 
-def test_what_is_compressed_is_compressed_again(tmp_path: Path) -> None:
+@pytest.fixture
+def another_level() -> Iterator[pytest.MonkeyPatch]:
+    """Until it is undone, what is compressed has streams that are not those which a tool would make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.buffer.transitions.compressed._LEVEL", 9)
+        yield patch
+
+
+def image_of(run: int, t: int, level: int) -> set[bytes]:
+    """What the stream of a row's image may be: that of any of the environments, or written back."""
+    numbers = 1000 * run + 10 * t + np.arange(3)
+    return {zlib.compress(np.full(1200, number % 256, np.uint8).tobytes(), level) for number in numbers}
+
+
+def test_rows_that_are_compressed_stay_as_they_lie(tmp_path: Path, another_level: pytest.MonkeyPatch) -> None:
     save(tmp_path / "a", **PACKED)
-    merge([tmp_path / "a"], tmp_path / "m")
+    fine(on_ranks(2, partial(_save_rank, directory=tmp_path / "r", options=PACKED)))
+    another_level.undo()
     wanted = load(tmp_path / "a")
+    merge([tmp_path / "a"], tmp_path / "m")
+    split(tmp_path / "m", [tmp_path / "x", tmp_path / "y"], count=4)
+    reshard(tmp_path / "a", tmp_path / "b", 2)
+    reshard(tmp_path / "r", tmp_path / "q", 3)
+    merge([tmp_path / "r"], tmp_path / "rm")
+    for name in ("m", "x", "y", "b", "q", "rm"):
+        for (run, t), stream in compressed(tmp_path / name, "image").items():
+            assert stream in image_of(run, t, 9)
+    assert load(tmp_path / "m") == wanted
     with ReplayBuffer(60, directory=tmp_path / "m", seed=1, **PACKED) as buffer:
         buffer.resume()
         images = buffer.ring.storage.large["image"][buffer.ring.slots(buffer.ring.keys())]
@@ -151,6 +178,48 @@ def test_what_is_compressed_is_compressed_again(tmp_path: Path) -> None:
         buffer.save(3, wait=True)
     assert merge([tmp_path / "m"], tmp_path / "again").rows == 60
     assert load(tmp_path / "again")["image"] == wanted["image"]
+
+
+def go_on(directory: Path, **options: Any) -> dict[str, Any]:
+    """Add rows to a run that was saved, and save it; return all that it holds."""
+    with ReplayBuffer(60, directory=directory, seed=1, **options) as buffer:
+        buffer.resume(continue_episodes=True)
+        for t in range(100, 104):
+            rows = {**odd_rows(0, t, 3, done=[False] * 3), "truncated": np.zeros(3, bool)}
+            buffer.extend({**rows, **observed(0, t, [False] * 3)}, envs=3)
+        buffer.save(3, wait=True)
+        return everything(buffer)
+
+
+def test_rows_that_are_not_are_compressed_where_they_lie_beside_such(
+    tmp_path: Path, another_level: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a", **PACKED)
+    save(tmp_path / "b")
+    another_level.undo()
+    wanted = rows_of(load(tmp_path / "a"), load(tmp_path / "b"))
+    kept = go_on(tmp_path / "a")
+    lie = compressed(tmp_path / "a", "image")
+    assert {t >= 100 for (_, t), stream in lie.items() if stream is None} == {True}
+    made = merge([tmp_path / "b", tmp_path / "a"], tmp_path / "m")
+    assert made.rows == 120
+    for (run, t), stream in compressed(tmp_path / "m", "image").items():
+        assert stream in image_of(run, t, 9) | image_of(run, t, 1)
+        assert t < 100 or stream in image_of(run, t, 1)
+    assert rows_of(load(tmp_path / "m")) == sorted([*rows_of(kept), *rows_of(load(tmp_path / "b"))])
+    assert load(tmp_path / "m", **PACKED) == load(tmp_path / "m")
+    reshard(tmp_path / "a", tmp_path / "r", 2)  # episodes have rows of both kinds
+    merge([tmp_path / "r"], tmp_path / "rm")
+    assert sorted(load(tmp_path / "rm")["image"]) == sorted(kept["image"])
+    save(tmp_path / "c", **PACKED)
+    merge([tmp_path / "b", tmp_path / "c"], tmp_path / "bc")
+    assert rows_of(load(tmp_path / "bc")) == wanted
+    later = go_on(tmp_path / "b", **PACKED)  # dense rows come first
+    merge([tmp_path / "b"], tmp_path / "bm")
+    assert None not in compressed(tmp_path / "bm", "image").values()
+    assert load(tmp_path / "bm")["image"] == later["image"]
+    manifest = (tmp_path / "bc" / "generations" / "00000000" / "manifest.json").read_text()
+    assert json.loads(manifest)["options"]["compress"] == {"image": "zlib"}
 
 
 def test_conditions_see_what_was_written_back(tmp_path: Path) -> None:

@@ -44,10 +44,7 @@ class CompressedColumn:
             self._put(slots, array)
             return
         count = len(self._rows[slots])
-        packed = np.empty(count, object)
-        for at, row in enumerate(np.broadcast_to(array, (count, *self._row))):
-            packed[at] = self._pack(row)
-        self._put(slots, packed)
+        self._put(slots, packed_rows(np.broadcast_to(array, (count, *self._row)), self.dtype))
 
     def _put(self, slots: Any, packed: np.ndarray) -> None:
         touched = slots if isinstance(slots, slice) else np.unique(slots)
@@ -81,6 +78,16 @@ class CompressedColumn:
 def packed_row(row: np.ndarray) -> bytes:
     """Return a dense row as it is held."""
     return zlib.compress(memoryview(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data), _LEVEL)
+
+
+def packed_rows(rows: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return rows [n, ...], dense or as they are held, as they are held: [n] objects."""
+    if rows.dtype == object:
+        return rows
+    packed = np.empty(len(rows), object)
+    for at, row in enumerate(rows):
+        packed[at] = packed_row(np.ascontiguousarray(row, dtype))
+    return packed
 
 
 def compressed_bytes(columns: Mapping[str, Any]) -> int:

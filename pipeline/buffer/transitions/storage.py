@@ -82,6 +82,13 @@ class TransitionStorage:
         self.records, self.large, self._views, self._runs = np.empty(0, MARKS), {}, {}, {}
         self._bytes, self._plain = memoryview(b""), self._plain[:0].copy()
 
+    def lay(self, name: str, memory: np.ndarray) -> np.ndarray:
+        """Have a large column lie in other memory [capacity, ...] from now on, and return where it lay; rows that are
+        there do not move."""
+        before, self.large[name] = self.large[name], memory
+        self._views[name] = memory
+        return before
+
     def view(self, name: str) -> np.ndarray:
         """Return a column, or a mark, of every slot: [capacity, ...]; writing to it changes the rows."""
         return self._views[name]
