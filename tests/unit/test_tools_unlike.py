@@ -277,6 +277,7 @@ def test_observations_that_have_other_names(tmp_path: Path) -> None:
 def test_a_block_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incomplete: str) -> None:
     """Next observations come from the block after the next one."""
     monkeypatch.setattr("pipeline.buffer.transitions.blocks.BLOCK_BYTES", 2800)
+    monkeypatch.setattr("pipeline.tools.scattered._READ", 4000)
     save(tmp_path / "a", **SHARED, incomplete=incomplete)
     merge([tmp_path / "a"], tmp_path / "m")
     save(tmp_path / "b")
@@ -284,6 +285,32 @@ def test_a_block_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = rows_of(load(tmp_path / "a", **SHARED))
     assert rows_of(load(tmp_path / "m", **SHARED)) == before
     assert rows_of(load(tmp_path / "own")) == sorted([*before, *rows_of(load(tmp_path / "b"))])
+    reshard(tmp_path / "a", tmp_path / "r", 2)
+    merge([tmp_path / "r"], tmp_path / "rm")
+    if incomplete == "drop":  # else open episodes end where they are
+        assert rows_of(*of_ranks(tmp_path / "r", 2, **SHARED)) == before
+        assert rows_of(load(tmp_path / "rm", **SHARED)) == before
+
+
+def test_next_observations_come_in_another_order_than_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes end in another order than they began in, and a rank has the rows of one after those of the other."""
+    monkeypatch.setattr("pipeline.buffer.transitions.blocks.BLOCK_BYTES", 2800)
+    monkeypatch.setattr("pipeline.tools.scattered._READ", 4000)
+    with ReplayBuffer(100, directory=tmp_path / "a", seed=1, **SHARED) as buffer:
+        buffer.resume()
+        for t in range(24):
+            done = [t % 12 == 11, t % 3 == 2, t % 2 == 1]
+            rows = {**odd_rows(0, t, 3, done=done), "truncated": np.zeros(3, bool)}
+            buffer.extend({**rows, **observed(0, t, done)}, envs=3)
+        buffer.save(1, wait=True)
+    before = rows_of(load(tmp_path / "a", **SHARED))
+    for size in (1, 2):
+        reshard(tmp_path / "a", tmp_path / f"r{size}", size)
+        merge([tmp_path / f"r{size}"], tmp_path / f"m{size}")
+        assert rows_of(load(tmp_path / f"m{size}", **SHARED)) == before
+        assert rows_of(*of_ranks(tmp_path / f"r{size}", size, **SHARED)) == before
 
 
 def test_what_ranks_have_attached_for_themselves(tmp_path: Path) -> None:
