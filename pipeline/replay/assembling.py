@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.errors import Damaged
 from pipeline.replay.episode_ids import EpisodeTable
-from pipeline.replay.gaps import Gaps
+from pipeline.replay.gaps import Gaps, Unfollowed
 from pipeline.replay.handing import Extra, SomeRows
 
 Ints = np.ndarray
@@ -128,6 +128,22 @@ class Assembled:
         pool.cut_keys = np.flatnonzero(pool.storage.view(END)[rows] == CUT).tolist()
         pool.relink()
 
+    def leave_out_unfollowed(self, table: EpisodeTable, twins: Mapping[str, str]) -> None:
+        """Do without rows whose next observation lies in one that has not come; the row before keeps theirs aside.
+
+        Args:
+            table: the episodes, whose rows lie one after the other.
+            twins: by the column of a next observation, that of the observation.
+        """
+        aside = np.zeros(len(self._there), bool)
+        for rows, _ in self._aside:
+            aside[rows] = True
+        found = Unfollowed.of(self._there, aside, table.rows)
+        if len(found.before):
+            gathered = self._ring.storage.gather(self._slots(found.after), set(twins.values())).arrays
+            self._aside.append((found.before, [gathered[twins[column.name]].copy() for column in self._nexts]))
+        self._there[found.rows] = False
+
     def close_gaps(self, table: EpisodeTable, names: int) -> tuple[EpisodeTable, int]:
         """Go on without the rows that have not come. What is left of an episode on each side of a gap is an episode of
         its own, and ends where it is; so do those that were open.
@@ -140,6 +156,8 @@ class Assembled:
             The table of what is left, and how many names it took.
         """
         gaps = Gaps.of(self._there, table.rows)
+        now = np.cumsum(self._there) - 1
+        self._aside = [(now[rows], nexts) for rows, nexts in self._aside]
         self._move(gaps.kept)
         if len(gaps.kept):
             storage, slots = self._ring.storage, self._slots(np.arange(len(gaps.kept)))

@@ -12,6 +12,36 @@ from pipeline.replay.episode_ids import EpisodeTable
 Ints = np.ndarray
 
 
+class Unfollowed(NamedTuple):
+    """Rows that share next observations, and have come without what says theirs.
+
+    Attributes:
+        rows: [n] which they are: the next observation of each lies in a row that has not come.
+        before: [m] rows whose next observation is that of one of these, which is known.
+        after: [m] which one.
+    """
+
+    rows: Ints
+    before: Ints
+    after: Ints
+
+    @classmethod
+    def of(cls, there: np.ndarray, aside: np.ndarray, rows: Ints) -> Unfollowed:
+        """Args:
+        there: [m] whether each row has come.
+        aside: [m] whether its next observation is kept aside, and has come with it.
+        rows: of each episode; they lie one after the other.
+        """
+        ends = np.cumsum(rows)
+        followed, led = np.append(there[1:], False), np.append(False, there[:-1])
+        followed[ends[rows > 0] - 1] = False
+        led[(ends - rows)[rows > 0]] = False
+        found = np.flatnonzero(there & ~followed & ~aside)
+        after = found[led[found]]
+        after = after[~aside[after - 1]]
+        return cls(found, after - 1, after)
+
+
 class Gaps(NamedTuple):
     """The rows that have come, and the parts of episodes that they form.
 

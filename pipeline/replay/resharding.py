@@ -15,12 +15,12 @@ import numpy as np
 
 from pipeline.buffer.transitions.compressed import check_compressed
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.listed import OPEN
 from pipeline.checkpoint.manifest import ShardInfo
 from pipeline.config import ReplayOptions
 from pipeline.distributed import Ranks
-from pipeline.errors import ConfigError
 from pipeline.observe import events
 from pipeline.replay.assembling import Assembled
 from pipeline.replay.episode_ids import EpisodeTable, prefix_of
@@ -168,12 +168,6 @@ class Moving:
         check_sharing(first.state, options, self._stored.folder)
         check_compressed(options.compress, schema)
         nexts = first.state.next_obs_columns or []
-        if nexts and self._partial:
-            raise ConfigError(
-                "allow_partial: with share_next_obs the next observation of a row may lie in one that is gone. "
-                "resume() an older generation",
-                option="allow_partial",
-            )
         # What rows are worth to the selection travels with them, if it is the same selection.
         return Wanted(schema, extras_named(self._selected(shards).extras), nexts)
 
@@ -219,6 +213,8 @@ class Moving:
 
         def take_in() -> list[int]:
             mover.take_in(ranks.size, own)
+            if self._partial and wanted.nexts:
+                own.leave_out_unfollowed(table, twins_of(wanted.nexts, self._options.fields))
             return [own.missing, own.hurt(table) if own.missing else 0]
 
         try:

@@ -165,3 +165,11 @@ def payload_loss(layout: Layout, block: Any, error: Damaged, what: str) -> Loss:
     """Return the loss of a block."""
     path = os.path.relpath(layout.segment(*block.segment_key), layout.directory)
     return Loss(path=path, offset=block.offset, bytes=block.length, what=str(error), lost=what)
+
+
+def unfollowed_loss(layout: Layout, stored: Stored, rows: int) -> list[Loss]:
+    """Return the loss of rows, if there are any, that are whole but for their next observations."""
+    if not rows:
+        return []
+    what = "next observations that rows share lie in rows that are gone"
+    return [Loss(path=os.path.relpath(stored.folder, layout.directory), what=what, lost=f"{rows} rows before gaps")]

@@ -16,13 +16,17 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
+from pipeline.buffer.transitions.columns import Column
+from pipeline.buffer.transitions.compressed import packed_rows, unpacked
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, OPEN, PLACE
+from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
+from pipeline.config import Fields
 from pipeline.errors import Damaged, UsageError
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import read_values
-from pipeline.replay.salvage_choice import Chosen, choose_generation, commit_salvaged, payload_loss
+from pipeline.replay.salvage_choice import Chosen, choose_generation, commit_salvaged, payload_loss, unfollowed_loss
 from pipeline.replay.state import BufferState, read_buffer_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
@@ -74,13 +78,11 @@ class _Rows:
 
     def _refuse(self) -> None:
         state, where = self.state, self.stored.folder
-        wrong = ""
         if state.remove != "fifo":
-            wrong = f"with remove={state.remove!r}: rows lie in any order there"
-        elif self.stored.manifest.options.get("compress"):
-            wrong = "with compress: rows are not told apart without unpacking all"
-        if wrong:
-            raise UsageError(f"{where}: was saved {wrong}; resume(step=...) goes on from an older generation of it")
+            raise UsageError(
+                f"{where}: was saved with remove={state.remove!r}: rows lie in any order there; resume(step=...) goes "
+                "on from an older generation of it"
+            )
 
     def result(self) -> SavedRows:
         state = self.state
@@ -89,16 +91,14 @@ class _Rows:
         values = read_values(self.stored)
         if state.dropped:
             there &= state.coming_back(values, arrays[EPISODE])
+        shared = self._with_next(arrays, there, values, oldest) if state.next_obs_columns else None
         kept = np.flatnonzero(there)
         first = state.added - len(kept)
         missing, gone = state.held - len(kept), state.size - len(kept)
-        if gone and self.state.next_obs_columns is not None:
-            raise UsageError(
-                f"{self.stored.folder}: was saved with share_next_obs, and {gone} rows are gone: the last before a "
-                "gap has no next observation. resume(step=...) goes on from an older generation"
-            )
         state, split = self._joined(arrays, there, kept, first)
         kept_values = _written(values, there, oldest, first) if gone else dict(values)
+        if gone and shared is not None:
+            kept_values |= shared.values(first + np.cumsum(there) - 1)
         if gone and state.selection in ("", "uniform", "prioritized"):
             kept_values |= _of_selection(values, there)
         elif gone:
@@ -138,12 +138,34 @@ class _Rows:
                 continue
             begin = max(oldest, block.first)
             end = min(state.added, block.first + block.count)
-            for name, array in arrays.items():
-                array[begin - oldest : end - oldest] = given[name][begin - block.first : end - block.first]
+            for name in arrays:
+                self._take(arrays, name, slice(begin - oldest, end - oldest), given[name][begin - block.first :], there)
             there[begin - oldest : end - oldest] = True
         for block, wrong in sorted(gone, key=lambda each: each[0].first):
             self._note(block, wrong, oldest, there)
         return arrays, there
+
+    @staticmethod
+    def _take(arrays: dict[str, Ints], name: str, places: slice, rows: Ints, there: Ints) -> None:
+        """Put the first of ``rows`` into places. A column of which some rows are compressed is so in all."""
+        rows, held = rows[: places.stop - places.start], arrays[name]
+        if rows.dtype == object and held.dtype != object:
+            arrays[name] = np.empty(len(held), object)
+            arrays[name][there] = packed_rows(held[there], held.dtype)
+        elif held.dtype == object:
+            rows = packed_rows(rows, rows.dtype)
+        arrays[name][places] = rows
+
+    def _with_next(
+        self, arrays: Mapping[str, Ints], there: Ints, values: Mapping[str, Ints], oldest: int
+    ) -> SharedNext:
+        """Do without rows whose next observation lies in one that is gone; return those of the others that are kept
+        aside."""
+        options = self.stored.manifest.options
+        shared = SharedNext(self.state.next_obs_columns or [], Fields.of(options.get("fields")), values, oldest)
+        left_out = shared.leave_out(arrays, there)
+        self.losses += unfollowed_loss(self.layout, self.stored, left_out)
+        return shared
 
     def _note(self, block: Block, error: Damaged, oldest: int, there: Ints) -> None:
         begin, end = max(oldest, block.first), min(self.state.added, block.first + block.count)
@@ -246,6 +268,55 @@ def _written(values: Mapping[str, Ints], there: Ints, oldest: int, first: int) -
     return found
 
 
+class SharedNext:
+    """The next observations that are kept aside, where rows share them."""
+
+    def __init__(self, columns: list[Column], fields: Fields, values: Mapping[str, Ints], oldest: int) -> None:
+        """Args:
+        columns: of these.
+        fields: what they are called.
+        values: of the generation.
+        oldest: the key of the oldest row.
+        """
+        self._columns, self._twins = columns, twins_of(columns, fields)
+        plain = {name.rpartition(".")[0]: each for name, each in values.items()}
+        self._at = plain["next_obs.keys"] - oldest  # the place of the row of each
+        self._nexts = [
+            plain[f"next_obs.{number}"].view(column.bits).reshape(len(self._at), *column.shape)
+            for number, column in enumerate(columns)
+        ]
+
+    def leave_out(self, arrays: Mapping[str, Ints], there: Ints) -> int:
+        """Take rows that are ``there`` out of these, if their next observation lies in one that is not; the row before
+        keeps theirs aside. Returns how many."""
+        aside = np.zeros(len(there), bool)
+        aside[self._at] = True
+        before = np.arange(len(there)) - arrays[BEHIND].astype(np.int64)
+        led = there & (arrays[BEHIND] > 0) & (before >= 0)
+        led[led] = there[before[led]]
+        followed = np.zeros(len(there), bool)
+        followed[before[led]] = True
+        gone = np.flatnonzero(there & ~followed & ~aside)
+        after = gone[led[gone]]
+        after = after[~aside[before[after]]]
+        self._at = np.concatenate([self._at, before[after]])
+        for number, column in enumerate(self._columns):
+            rows = arrays[self._twins[column.name]][after]
+            rows = unpacked(rows, column.shape, column.bits) if rows.dtype == object else rows
+            self._nexts[number] = np.concatenate([self._nexts[number], rows])
+        there[gone] = False
+        self._at, self._nexts = self._at[there[self._at]], [each[there[self._at]] for each in self._nexts]
+        return len(gone)
+
+    def values(self, keys: Ints) -> dict[str, Ints]:
+        """Return them as a generation holds them; ``keys``: by place, what rows are called now."""
+        order = np.argsort(self._at)
+        found = {"next_obs.keys.int64": keys[self._at[order]]}
+        for number, (column, each) in enumerate(zip(self._columns, self._nexts, strict=True)):
+            found[f"next_obs.{number}.{column.bits.name}"] = each[order].reshape(-1)
+        return found
+
+
 def write_rows(saved: SavedRows, directory: str, *, origin: str, called: str, files: FilesLike | None = None) -> str:
     """Save what is whole as the first generation of a run in ``directory``, which is absent or empty and will be called
     ``called``. Returns the new run's id. Blocks.
@@ -256,6 +327,9 @@ def write_rows(saved: SavedRows, directory: str, *, origin: str, called: str, fi
     """
     manifest = saved.chosen.stored.manifest
     options = {name: value for name, value in manifest.options.items() if name in _NEEDED}
+    packed = [name for name, each in saved.state["rows"].items() if each.dtype == object]
+    if packed:
+        options["compress"] = dict.fromkeys(packed, "zlib")
     with ReplayBuffer(manifest.options["capacity"], directory=directory, files=files, **options) as buffer:
         buffer.load_state_dict(saved.state, continue_episodes=True)
         return commit_salvaged(buffer, saved.chosen, origin=origin, called=called)

@@ -118,7 +118,6 @@ class SavingVerbs(FolderVerbs):
             ("continue_episodes", continue_episodes, "of open episodes rows may be gone; leave continue_episodes out"),
             ("storage", self.options.storage == "shared", "rows that processes share must all be there"),
             ("remove", self.options.remove.by != "fifo", f"with remove={self.options.remove.by!r} all must be there"),
-            ("share_next_obs", self.options.share_next_obs, "a row's next observation may lie in one that is gone"),
         ):
             if given:
                 raise ConfigError(f"allow_partial: {why}. Or resume(step=...) an older generation", option=option)

@@ -18,6 +18,7 @@ from pipeline.buffer.transitions.checked import CheckedBlock, Columns
 from pipeline.buffer.transitions.columns import LARGE, Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import unpacked
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, MadeOf
 from pipeline.checkpoint.parts import shard_of
@@ -29,7 +30,7 @@ from pipeline.replay.state import VALUES_FOLDER, BufferState, Ends, read_buffer_
 from pipeline.store.files import plain_handle
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
-from pipeline.tools.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of, twins_of
+from pipeline.tools.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of
 from pipeline.tools.sources import Source, check_columns
 
 Ints = np.ndarray

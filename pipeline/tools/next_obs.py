@@ -10,6 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Column
+from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.config import Fields
 from pipeline.errors import Damaged
 
@@ -21,11 +22,6 @@ KEYS_FILE = "next_obs.keys.int64"
 def file_of(number: int, column: Column) -> str:
     """Return the name of the file of those that are kept aside, of the column of a number."""
     return f"next_obs.{number}.{column.bits.name}"
-
-
-def twins_of(columns: Sequence[Column], fields: Fields) -> dict[str, str]:
-    """Return by the column of a next observation that of the observation."""
-    return {each.name: fields.obs + each.name[len(fields.next_obs) :] for each in columns}
 
 
 class Aside:

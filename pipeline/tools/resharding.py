@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.buffer.transitions.layout import CUT, END
+from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.generations import GenerationWriter, check_generation
 from pipeline.checkpoint.listed import HEADLESS, OPEN
 from pipeline.checkpoint.manifest import (
@@ -25,6 +26,7 @@ from pipeline.checkpoint.manifest import (
     ShardInfo,
     shard_prefix,
 )
+from pipeline.config import Fields
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError
 from pipeline.replay.episode_ids import EpisodeTable, prefix_of
@@ -144,6 +146,8 @@ class Job:
         """Blocks that could not be read."""
         self.split = 0
         """Episodes that go on as another one after a gap."""
+        self.unfollowed = 0
+        """Rows that were left out as their next observations lie in rows that are gone."""
 
     @property
     def ranks(self) -> int:
@@ -162,6 +166,10 @@ class Job:
         """Columns of next observations, if rows share these."""
         having = [each.state for each in self.shards if each.state.columns is not None]
         return (having[0].next_obs_columns or []) if having else []
+
+    def twins(self) -> dict[str, str]:
+        """Return by the column of a next observation that of the observation."""
+        return twins_of(self.nexts, Fields.of(self.source.stored.manifest.options.get("fields")))
 
     def told(self, directory: str, run_id: str = "", written: int | None = None) -> Made:
         """Return what is made."""
@@ -260,6 +268,8 @@ class Job:
     def _rank(self, rank: int, target: _Target, aside: ScatteredRows | None) -> tuple[Wrote, ShardInfo]:
         table, rows = table_of(self.shards, self.shares, rank), self.shares.rows[rank]
         added = self.shares.firsts[rank] + rows
+        if aside is not None and self.partial and self.nexts:
+            self.unfollowed += aside.leave_out_unfollowed(table, self.twins())
         if aside is not None and aside.missing and self.partial:
             table, named = aside.close_gaps(table, prefix_of(target.life, rank))
             self.split += named

@@ -16,10 +16,19 @@ from pipeline.checkpoint.generations import check_generation, find_generations
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, FileInfo, Manifest, ShardInfo
 from pipeline.checkpoint.parts import shard_of
-from pipeline.errors import Damaged, ForebayError, UsageError, WriteFailed
+from pipeline.errors import Damaged, ForebayError, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
+from pipeline.replay.gaps import Unfollowed
 from pipeline.replay.moving import Gone
-from pipeline.replay.salvage_choice import Chosen, choose_generation, of_trainer, payload_loss, salvage_notes
+from pipeline.replay.resharding import table_of
+from pipeline.replay.salvage_choice import (
+    Chosen,
+    choose_generation,
+    of_trainer,
+    payload_loss,
+    salvage_notes,
+    unfollowed_loss,
+)
 from pipeline.replay.shards import ShardOnDisk, read_shard
 from pipeline.replay.state import BufferState
 from pipeline.store.files import FilesLike
@@ -74,16 +83,10 @@ class _Job(Job):
         whole = [each for each in part.manifest.files if not each.path.startswith(OWN_FOLDER + "/")]
         part = part._replace(manifest=msgspec.structs.replace(part.manifest, files=whole))
         try:
-            shard = read_shard(part, info.rank, whole=True)
+            return read_shard(part, info.rank, whole=True)
         except Damaged:
             self.lost.append(info.rank)
             return ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), [])
-        if shard.state.next_obs_columns is not None:
-            raise UsageError(
-                f"{source.stored.folder}: was saved with share_next_obs: such rows are told apart by their own ranks "
-                "alone. resume(step=...) goes on from an older generation"
-            )
-        return shard
 
     @property
     def _own_goes(self) -> bool:
@@ -122,10 +125,16 @@ class _Job(Job):
 
     def kept(self, files: FilesLike) -> list[int]:
         """Return how many rows of each rank can be read. Blocks."""
-        there = [np.zeros(rows, bool) for rows in self.shares.rows]
+        there, aside = ([np.zeros(rows, bool) for rows in self.shares.rows] for _ in range(2))
         for rank, rows in self.handed(files, None):
+            aside[rank][rows.aside] = True
             for begin, count in rows.runs.tolist():
                 there[rank][begin : begin + count] = True
+        if self.nexts:
+            for rank, (each, own) in enumerate(zip(there, aside, strict=True)):
+                found = Unfollowed.of(each, own, table_of(self.shards, self.shares, rank).rows)
+                each[found.rows] = False
+                self.unfollowed += len(found.rows)
         return [int(each.sum()) for each in there]
 
 
@@ -156,6 +165,8 @@ def salvage_shards(
     else:
         run_id, shards = _written(job, target, called, files), job.written
     held = sum(each.held for each in stored.manifest.shards)
+    losses = [*chosen.losses, *(_loss(layout, job.shards[each.shard], each) for each in job.gone)]
+    losses += unfollowed_loss(layout, stored, job.unfollowed)
     return SavedShards(
         chosen=chosen,
         origin=origin,
@@ -164,7 +175,7 @@ def salvage_shards(
         lost=job.lost,
         missing=held - sum(each.rows for each in shards),
         split=job.split,
-        losses=[*chosen.losses, *(_loss(layout, job.shards[each.shard], each) for each in job.gone)],
+        losses=losses,
     )
 
 

@@ -4,23 +4,24 @@ read from the front once they are there. So a buffer may be larger than memory."
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
-from pipeline.buffer.transitions.compressed import packed_row
+from pipeline.buffer.transitions.compressed import packed_row, unpacked
 from pipeline.buffer.transitions.layout import END, RowLayout
 from pipeline.errors import Damaged, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
-from pipeline.replay.gaps import Gaps
+from pipeline.replay.gaps import Gaps, Unfollowed
 from pipeline.replay.handing import SomeRows
 from pipeline.replay.moving import Wanted
 from pipeline.store.scratch import unnamed
 
 Ints = np.ndarray
 _READ = 4 << 20
+_FEW = 256
 
 
 class Heap:
@@ -83,6 +84,12 @@ class _Aside:
         begin = self._heap.add(np.concatenate(raw, axis=1).tobytes() if raw else b"")
         self._came.append((rows.copy(), begin + np.arange(len(rows)) * self._size))
         self._sorted = None
+
+    def there(self, rows: int) -> np.ndarray:
+        """Return which of so many rows have one: [rows] bool."""
+        found = np.zeros(rows, bool)
+        found[self._all()[0]] = True
+        return found
 
     def among(self, first: int, end: int) -> tuple[Ints, list[np.ndarray]]:
         """Return which of the rows from ``first`` up to ``end`` have one, and these, by column."""
@@ -214,6 +221,22 @@ class ScatteredRows:
         """How many rows have not come."""
         return self._rows - int(self._there.sum())
 
+    def leave_out_unfollowed(self, table: EpisodeTable, twins: Mapping[str, str]) -> int:
+        """Do without rows whose next observation lies in one that has not come, as
+        :meth:`~pipeline.replay.assembling.Assembled.leave_out_unfollowed` does; return how many."""
+        found = Unfollowed.of(self._there, self._aside.there(self._rows), table.rows)
+        for begin in range(0, len(found.before), _FEW):
+            part = slice(begin, begin + _FEW)
+            packed = np.concatenate([self._read(at, 1) for at in found.after[part].tolist()])
+            records, large = self._columns(packed)
+            observed = {name: large[name] if name in large else records[name] for name in twins.values()}
+            for column in self._layout.large:
+                if column.name in observed and observed[column.name].dtype == object:
+                    observed[column.name] = unpacked(observed[column.name], column.shape, column.bits)
+            self._aside.put(found.before[part], [observed[twin] for twin in twins.values()])
+        self._there[found.rows] = False
+        return len(found.rows)
+
     def close_gaps(self, table: EpisodeTable, names: int) -> tuple[EpisodeTable, int]:
         """Go on without the rows that have not come, as
         :meth:`~pipeline.replay.assembling.Assembled.close_gaps` does; return the table of what is left, and how many
@@ -240,21 +263,28 @@ class ScatteredRows:
             raise Damaged(
                 f"{where}: {self.missing} of {self._rows} rows are in none of its blocks. Restore it from a copy"
             )
-        size, done = self._kind.itemsize, 0
+        done = 0
         for begin, count in self._pieces(max(1, _READ // self._layout.row_bytes)):
-            packed = np.frombuffer(os.pread(self._handle, count * size, begin * size), self._kind)
-            records = np.ascontiguousarray(packed["record"]).view(self._layout.record)
+            packed = self._read(begin, count)
+            records, large = self._columns(packed)
             if self._gaps is not None:
-                records = records.copy()
                 for name, marks in self._gaps.marks(records[END], first, slice(done, done + count)).items():
                     records[name] = marks
-            large = {
-                column.name: self._large(column, packed[f"large.{at}"]) for at, column in enumerate(self._layout.large)
-            }
             done += count
             extras = [packed[f"extra.{at}"] for at in range(len(self._extras))]
             aside, nexts = self._aside.among(begin, begin + count)
             yield Packed(records, large, extras, aside - begin, nexts)
+
+    def _read(self, begin: int, count: int) -> np.ndarray:
+        size = self._kind.itemsize
+        return np.frombuffer(os.pread(self._handle, count * size, begin * size), self._kind)
+
+    def _columns(self, packed: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the packed records of rows, and their large columns."""
+        records = np.ascontiguousarray(packed["record"]).copy().view(self._layout.record)
+        return records, {
+            column.name: self._large(column, packed[f"large.{at}"]) for at, column in enumerate(self._layout.large)
+        }
 
     def _pieces(self, most: int) -> Iterator[tuple[int, int]]:
         """Yield where rows that follow each other begin in the file, and how many they are."""

@@ -33,9 +33,11 @@ def rows(first: int, count: int) -> dict[str, Any]:
     numbers = np.arange(first, first + count)
     place = numbers // ENVS
     length = np.array([7, 11, 50])[numbers % ENVS]
+    obs = numbers[:, None].repeat(4, 1).astype(np.float32)
     return {
         "id": numbers,
-        "obs": numbers[:, None].repeat(4, 1).astype(np.float32),
+        "obs": obs,
+        "next_obs": obs + ENVS,  # that of the row that follows, if one does
         "reward": np.ones(count, np.float32),
         "terminated": place % length == length - 1,
     }
@@ -112,24 +114,38 @@ def test_of_a_whole_one_everything_comes_along(
             ]
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("chosen", [[0], [1], [-1], [3, 4], [2, 5, 9], "all but one"])
 def test_the_rows_of_whole_blocks_come_along_and_nothing_reaches_over_a_gap(
-    run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Any
+    run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Any, share: bool
 ) -> None:
-    saved(run_directory, monkeypatch, **PRIORITIZED)
+    options = PRIORITIZED | {"share_next_obs": share}
+    saved(run_directory, monkeypatch, **options)
     blocks = [block for block in blocks_of(run_directory) if block.first + block.count > COUNT - CAPACITY]
     assert len(blocks) >= 10
     if chosen == "all but one":
         chosen = [at for at in range(len(blocks)) if at != 6]
     gone = set().union(*(damage(run_directory, blocks[at]) for at in chosen))
+    damaged = set(gone)
+    if share:  # what the last row before a gap led to is gone
+        gone |= {
+            number - ENVS
+            for number in damaged
+            if number - ENVS >= COUNT - CAPACITY and episode_of(number - ENVS) == episode_of(number)
+        }
     found = salvaged(run_directory, tmp_path / "out")
     there = [number for number in range(COUNT - CAPACITY, COUNT) if number not in gone]
     assert (found.rows_kept, found.rows_lost) == (len(there), len(gone))
-    assert sorted(loss.offset or 0 for loss in found.losses) == sorted(blocks[at].offset for at in chosen)
+    offsets = [loss.offset for loss in found.losses if loss.offset is not None]
+    assert sorted(offsets) == sorted(blocks[at].offset for at in chosen)
+    before = [loss.lost for loss in found.losses if loss.offset is None]
+    assert before == ([f"{len(gone - damaged)} rows before gaps"] if gone - damaged else [])
     assert all("rows " in loss.lost for loss in found.losses)
     assert verify(str(tmp_path / "out")).whole
-    with resumed(tmp_path / "out", **PRIORITIZED) as buffer:
+    with resumed(tmp_path / "out", **options) as buffer:
         assert ids(buffer) == there
+        batch = buffer.sample(200)
+        assert (batch["next_obs"] == batch["id"][:, None] + ENVS).all()
         shares = np.array([1.0 + number % 5 for number in there])
         assert probabilities(buffer) == pytest.approx((shares / shares.sum()).tolist())
         assert buffer.ring.keys()[-1] == COUNT - 1, "keys go on where they were"
@@ -244,7 +260,6 @@ class TestGenerations:
         ("options", "why"),
         [
             ({"remove": "lifo"}, "remove='lifo'"),
-            ({"share_next_obs": True}, "share_next_obs"),
         ],
     )
     def test_what_cannot_be_told_apart_is_refused(
@@ -253,8 +268,7 @@ class TestGenerations:
         monkeypatch.setattr("pipeline.buffer.transitions.blocks.BLOCK_BYTES", 1200)
         with ReplayBuffer(CAPACITY, directory=run_directory, **options) as buffer:
             buffer.resume()
-            given = rows(0, 90)
-            buffer.extend({**given, "next_obs": given["obs"] + ENVS}, envs=ENVS)
+            buffer.extend(rows(0, 90), envs=ENVS)
             buffer.save(1, wait=True)
         flip(Path(run_directory, "segments/000001-0000-000001.fbs"), 1000)
         with pytest.raises(UsageError, match=why):

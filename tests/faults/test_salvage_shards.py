@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import Damaged, UsageError
+from pipeline import Damaged
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import find_generations
 from pipeline.checkpoint.manifest import SHARDS
@@ -210,18 +210,40 @@ def test_what_was_attached_comes_along_where_it_is_whole(tmp_path: Path, hurt: s
     assert [model for _, model in there] == [0 if hurt == "model" else 99] * 2
 
 
-def test_rows_that_only_their_ranks_can_tell_apart_are_refused(tmp_path: Path) -> None:
-    def fill_shared(ranks: Ranks) -> None:
-        with build(tmp_path / "shared", ranks, share_next_obs=True) as buffer:
-            buffer.resume()
-            obs = np.arange(8.0)
-            buffer.extend({"obs": obs, "next_obs": obs + 1, "done": obs == 7})
-            buffer.save(1, wait=True)
+def test_rows_whose_next_observation_is_gone_are_left_out(tmp_path: Path) -> None:
+    """Episodes of 10 rows, in blocks of 6, which share them; and all rows of a rank are gone."""
+    run, out = tmp_path / "run", tmp_path / "out"
 
-    fine(on_ranks(2, fill_shared))
-    with pytest.raises(UsageError, match="share_next_obs"):
-        salvage_run(tmp_path / "shared", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    def fill_shared(ranks: Ranks) -> None:
+        with build(run, ranks, share_next_obs=True, keep=1) as buffer:
+            buffer.resume()
+            for number in range(5):
+                n = 100 * ranks.rank + np.arange(6 * number, 6 * number + 6)
+                buffer.extend({"n": n, "obs": n / 2, "next_obs": (n + 1) / 2, "done": n % 10 == 9})
+                buffer.save(number, wait=True)
+
+    fine(on_ranks(SIZE, fill_shared))
+    damage(run, "flipped", 0)  # rows 12 to 17
+    damage(run, "several", 1)  # 6 to 11, and 18 to 23
+    damage(run, "missing", 2)
+    found = salvaged(run, out)
+    gone = [{11, *range(12, 18)}, {5, *range(6, 12), 17, *range(18, 24)}, set(range(30))]
+    assert found.rows_lost == sum(map(len, gone))
+    assert found.losses[-1].lost == "3 rows before gaps"
+
+    def load(ranks: Ranks) -> tuple[list[int], list[float]]:
+        with build(out, ranks, share_next_obs=True, returns="numpy") as buffer:
+            buffer.resume()
+            keys = buffer.ring.keys()
+            assert buffer.next_obs is not None
+            if not len(keys):
+                return [], []
+            n = buffer.ring.storage.view("n")[buffer.ring.slots(keys)].tolist()
+            return n, buffer.next_obs.gather(keys, ["next_obs"])["next_obs"].tolist()
+
+    for rank, (n, nexts) in enumerate(fine(on_ranks(SIZE, load))):
+        assert n == [100 * rank + at for at in range(30) if at not in gone[rank]]
+        assert nexts == [(each + 1) / 2 for each in n]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ out; whatever a row's next observation is, and wherever it lies."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -19,10 +20,13 @@ from pipeline import ReplayBuffer
 from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.buffer.transitions import compressed as compressing
 from pipeline.distributed import Ranks
-from pipeline.tools import merge, reshard, split
+from pipeline.store.frames import HEADER_BYTES
+from pipeline.tools import SalvagedRows, merge, reshard, salvage_run, split
+from pipeline.tools.salvaging import SalvagedShards
 from tests.properties.conftest import SOAK
-from tests.support.keeping import compressed, everything, load
+from tests.support.keeping import compressed, everything, load, stored
 from tests.support.ranks import fine, on_ranks
+from tests.support.salvaging import flip
 
 STEPS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from(["", "", "", "terminated", "truncated", "cut"]), st.booleans()),
@@ -204,3 +208,103 @@ def _of_rows(each: Any) -> bool:
 
 def _joined(found: list[dict[str, Any]], name: str) -> list[Any]:
     return [each for one in found for each in one.get(name, ())]
+
+
+class Left(NamedTuple):
+    """What is left of a run of which blocks are gone."""
+
+    rows: list[Row]
+    following: dict[int, int]
+    """By key, how many rows of an episode follow each other from it on."""
+
+
+def damage(directory: Path, number: int) -> set[int]:
+    """Change a byte in each block whose bit is set in a number; return the keys of the rows that are then in none."""
+    blocks = [(path, block, arrays["t"].tolist()) for path, block, arrays in stored(directory)]
+    whole = {key for at, (*_, keys) in enumerate(blocks) if not number >> at & 1 for key in keys}
+    for at, (path, block, _) in enumerate(blocks):
+        if number >> at & 1:
+            flip(path, block.offset + HEADER_BYTES + block.length // 2)
+    return {key for *_, keys in blocks for key in keys} - whole
+
+
+def left_of(run: Run, rows: list[Row], gone: set[int]) -> Left:
+    """What must be left, as plainly as it can be said."""
+    after = {
+        key: next((other for other in range(key + 1, len(run.steps)) if run.steps[other][0] == env), None)
+        for key, (env, end, _) in enumerate(run.steps)
+        if not end
+    }
+    left = {row.key: row for row in rows if row.key not in gone}
+    if run.share:
+        for key in list(left):
+            if after.get(key) in gone and not run.steps[key][2]:
+                del left[key]
+    following: dict[int, int] = {}
+    for key in sorted(left, reverse=True):
+        following[key] = 1 + following.get(after.get(key) or -1, 0)
+    return Left([left[key] for key in sorted(left)], following)
+
+
+def check_left(every: list[dict[str, Any]], left: Left) -> None:
+    found = sorted(
+        row
+        for each in every
+        for row in zip(each.get("id", ()), next_bytes(each), each.get("following", ()), strict=True)
+    )
+    assert found == [((row.run, row.key), row.next, left.following[row.key]) for row in left.rows]
+
+
+def resumed(directory: Path, size: int, options: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
+    """What each of some ranks has of a run; 0: one process."""
+
+    def live(ranks: Ranks | None = None) -> dict[str, Any]:
+        with ReplayBuffer(50, directory=directory, ranks=ranks, seed=1, **options) as buffer:
+            lost = buffer.resume(**how).lost
+            return {**everything(buffer), "lost": lost.rows}
+
+    return fine(on_ranks(size, live)) if size else [live()]
+
+
+@settings(max_examples=15 * SOAK)
+@given(RUNS, st.integers(3, 12), st.integers(0, 63))
+def test_a_salvage_has_every_row_that_is_whole(run: Run, capacity: int, hurt: int) -> None:
+    """With its next observation: where that lay in a row that is gone, the row is left out; by every way there is."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with another_level():
+            rows = run.save(folder / "run", 0, capacity)
+        gone = damage(folder / "run", hurt)
+        left = left_of(run, rows, gone)
+        made = salvage_run(folder / "run", folder / "out")
+        assert isinstance(made, SalvagedRows)
+        assert (made.rows_kept, made.rows_lost) == (len(left.rows), len(rows) - len(left.rows))
+        check_left([load(folder / "out", **run.options)], left)
+        assert all((stream is not None) == run.compress for stream in lying([run], folder / "out").values())
+        partly = resumed(folder / "run", 0, run.options, allow_partial=True)
+        check_left(partly, left)
+        assert partly[0]["lost"] == len(rows) - len(left.rows)
+
+
+@settings(max_examples=15 * SOAK)
+@given(RUNS, st.integers(3, 12), st.integers(0, 63), st.integers(1, 3))
+def test_a_salvage_of_shards_has_every_row_that_is_whole(run: Run, capacity: int, hurt: int, size: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with another_level():
+            rows = run.save(folder / "one", 0, capacity)
+        reshard(folder / "one", folder / "run", size)
+        left = left_of(run, rows, damage(folder / "run", hurt))
+        said = salvage_run(folder / "run", folder / "out", rehearse=True)
+        made = salvage_run(folder / "run", folder / "out")
+        assert isinstance(made, SalvagedShards)
+        assert isinstance(said, SalvagedShards)
+        assert (said.shards, said.rows_lost, said.losses) == (made.shards, made.rows_lost, made.losses)
+        assert (made.rows_kept, made.rows_lost) == (len(left.rows), len(rows) - len(left.rows))
+        check_left(resumed(folder / "out", size, run.options), left)
+        assert all((stream is not None) == run.compress for stream in lying([run], folder / "out").values())
+        for other in (size, 2):
+            shutil.copytree(folder / "run", folder / f"copy{other}", dirs_exist_ok=True)
+            partly = resumed(folder / f"copy{other}", other, run.options, allow_partial=True)
+            check_left(partly, left)
+            assert [each["lost"] for each in partly] == [len(rows) - len(left.rows)] * other

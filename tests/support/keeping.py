@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.config import Prioritized
 from pipeline.errors import Damaged
 from pipeline.replay.state import read_buffer_state
 from pipeline.store.layout import Layout
-from pipeline.store.segments import PayloadReader, read_blocks
+from pipeline.store.segments import Block, PayloadReader, read_blocks
 from pipeline.testing import KillingFiles
 from pipeline.tools import merge
 from tests.support.replaying import Counter
@@ -113,26 +114,32 @@ def load(directory: Path, *, select: Any = "uniform", capacity: int = 5000, **op
         return everything(buffer)
 
 
-def compressed(directory: Path, name: str) -> dict[Any, bytes | None]:
-    """How the rows of a column lie in the blocks of the newest generation, by id: the stream of each, or None where it
-    is dense."""
+def stored(directory: Path) -> Iterator[tuple[Path, Block, dict[str, np.ndarray]]]:
+    """The blocks of the newest generation: the segment of each, and what it holds."""
     layout = Layout(str(directory))
     run = layout.read_run()
     assert run is not None
     folder = Path(find_generations(layout, run.run_id).complete[-1].folder)
     reader = PayloadReader(layout, run.tag)
-    found: dict[Any, bytes | None] = {}
     for path in [folder, *sorted((folder / "shards").glob("*"))]:
         if (path / BLOCKS_FILE).exists():
-            schema = read_buffer_state(str(path))[0].schema
+            state, _ = read_buffer_state(str(path))
             blocks = {block.place: block for block in read_blocks(str(path / BLOCKS_FILE))}
             for place, payload in reader.each(blocks):
-                assert schema is not None
+                assert state.schema is not None
                 assert not isinstance(payload, Damaged)
-                arrays = decode_block(payload, schema, blocks[place].count, str(path))
-                streams = arrays[name].tolist() if arrays[name].dtype == object else [None] * blocks[place].count
-                ids = zip(arrays["run"].tolist(), arrays["t"].tolist(), strict=True)
-                found |= dict(zip(ids, streams, strict=True))
+                block = blocks[place]
+                arrays = decode_block(payload, state.schema, block.count, str(path))
+                yield Path(layout.segment(*block.segment_key)), block, arrays
+
+
+def compressed(directory: Path, name: str) -> dict[Any, bytes | None]:
+    """How the rows of a column lie in the blocks of the newest generation, by id: the stream of each, or None where it
+    is dense."""
+    found: dict[Any, bytes | None] = {}
+    for _, block, arrays in stored(directory):
+        streams = arrays[name].tolist() if arrays[name].dtype == object else [None] * block.count
+        found |= dict(zip(zip(arrays["run"].tolist(), arrays["t"].tolist(), strict=True), streams, strict=True))
     return found
 
 

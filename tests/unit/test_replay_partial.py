@@ -251,7 +251,6 @@ def test_ranks_of_which_none_is_damaged_have_what_they_had(tmp_path: Path) -> No
 def test_what_it_does_not_go_with_is_refused(tmp_path: Path) -> None:
     every: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"remove": "lifo"}, {}, "remove"),
-        ({"share_next_obs": True}, {}, "share_next_obs"),
         ({"storage": "shared"}, {}, "storage"),
         ({}, {"verify": "lazy"}, "verify"),
         ({}, {"continue_episodes": True}, "continue_episodes"),

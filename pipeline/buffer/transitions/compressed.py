@@ -107,6 +107,8 @@ def _total(packed: np.ndarray) -> int:
 
 
 def _unpack(packed: np.ndarray, out: np.ndarray) -> None:
+    if not len(out):
+        return
     raw = out.reshape(len(out), -1).view(np.uint8)
     size = raw.shape[1]
     for at, row in enumerate(packed.tolist()):

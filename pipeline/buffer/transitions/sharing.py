@@ -11,7 +11,7 @@ place in the table of those kept aside; a place is freed when its row gets such 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -266,6 +266,11 @@ class SharedNextObs:
 
 def _in_group(name: str, group: str) -> bool:
     return name == group or name.startswith(f"{group}.")
+
+
+def twins_of(columns: Iterable[Column], fields: Fields) -> dict[str, str]:
+    """Return by the column of a next observation that of the observation."""
+    return {each.name: fields.obs + each.name[len(fields.next_obs) :] for each in columns}
 
 
 def same_bytes(one: np.ndarray, other: np.ndarray) -> Ints:
