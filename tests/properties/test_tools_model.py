@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline import ReplayBuffer
@@ -247,6 +247,8 @@ def left_of(run: Run, rows: list[Row], gone: set[int]) -> Left:
 
 
 def check_left(every: list[dict[str, Any]], left: Left) -> None:
+    for each in every:
+        assert len(set(each.get("aside", ()))) == len(each.get("aside", ())), "a row has two next observations"
     found = sorted(
         row
         for each in every
@@ -266,8 +268,24 @@ def resumed(directory: Path, size: int, options: dict[str, Any], **how: Any) -> 
     return fine(on_ranks(size, live)) if size else [live()]
 
 
+def shared(*steps: tuple[int, str, bool]) -> Run:
+    return Run(list(steps), share=True, compress=False)
+
+
+ODD_BEFORE = shared(*((0, "", key == 2) for key in range(12)))
+"""The row before the one that is left out has a next observation of its own already. Blocks have four rows, and what
+is left of six."""
+END_GONE = shared(*((0, "terminated" if key == 5 else "", False) for key in range(12)))
+"""Another episode follows where the end of one is gone."""
+BOTH_GONE = shared((0, "", False), (0, "", False), (0, "", False), (1, "", False), (0, "cut", False), (1, "cut", False))
+"""And all but the first row of the other one."""
+
+
 @settings(max_examples=15 * SOAK)
 @given(RUNS, st.integers(3, 12), st.integers(0, 63))
+@example(ODD_BEFORE, 12, 0b10)
+@example(END_GONE, 12, 0b10)
+@example(BOTH_GONE, 12, 0b10)
 def test_a_salvage_has_every_row_that_is_whole(run: Run, capacity: int, hurt: int) -> None:
     """With its next observation: where that lay in a row that is gone, the row is left out; by every way there is."""
     with tempfile.TemporaryDirectory() as name:
@@ -288,6 +306,9 @@ def test_a_salvage_has_every_row_that_is_whole(run: Run, capacity: int, hurt: in
 
 @settings(max_examples=15 * SOAK)
 @given(RUNS, st.integers(3, 12), st.integers(0, 63), st.integers(1, 3))
+@example(ODD_BEFORE, 12, 0b10, 1)
+@example(END_GONE, 12, 0b10, 1)
+@example(BOTH_GONE, 12, 0b10, 1)
 def test_a_salvage_of_shards_has_every_row_that_is_whole(run: Run, capacity: int, hurt: int, size: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

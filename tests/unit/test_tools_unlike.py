@@ -18,7 +18,7 @@ from pipeline import ReplayBuffer
 from pipeline.checkpoint import verify
 from pipeline.distributed import Ranks
 from pipeline.errors import UsageError
-from pipeline.tools import merge, reshard, split
+from pipeline.tools import merge, reshard, salvage_run, split
 from tests.support.keeping import PRIORITIZED, compressed, digest, everything, load, odd_rows
 from tests.support.ranks import fine, on_ranks
 
@@ -218,6 +218,10 @@ def test_rows_that_are_not_are_compressed_where_they_lie_beside_such(
     merge([tmp_path / "b"], tmp_path / "bm")
     assert None not in compressed(tmp_path / "bm", "image").values()
     assert load(tmp_path / "bm")["image"] == later["image"]
+    assert None in compressed(tmp_path / "b", "image").values()
+    salvage_run(tmp_path / "b", tmp_path / "bs")
+    assert None not in compressed(tmp_path / "bs", "image").values()
+    assert load(tmp_path / "bs")["image"] == later["image"]
     manifest = (tmp_path / "bc" / "generations" / "00000000" / "manifest.json").read_text()
     assert json.loads(manifest)["options"]["compress"] == {"image": "zlib"}
 
