@@ -171,3 +171,19 @@ def take_places(pool: Pool, state: BufferState, values: Mapping[str, Any]) -> No
     """
     plain = {name.rpartition(".")[0]: each for name, each in values.items()}
     pool.take_places(state.pool, {name: plain[f"pool.{name}"] for name in ("keys", "serials", "at")})
+
+
+def fill_pool(pool: Pool, state: BufferState, values: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> None:
+    """Give a pool without rows those of a state, oldest first: columns and marks [n, ...]. Nothing of it is on the disk
+    then.
+
+    Raises:
+        ValueError, LookupError: the state does not fit together.
+    """
+    pool.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
+    pool.episodes.load(state.open_episodes, state.next_episode)
+    take_places(pool, state, values)
+    if state.schema is not None:
+        pool.at[:] = -1
+        pool.storage.write(pool.slots(pool.keys()), fitting(rows, pool.storage.views, state.schema))
+        pool.relink()

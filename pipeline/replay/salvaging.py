@@ -15,25 +15,25 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
 from pipeline.buffer.transitions.columns import Column
-from pipeline.buffer.transitions.compressed import packed_rows, unpacked
-from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, OPEN, PLACE
+from pipeline.buffer.transitions.compressed import unpacked
+from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, OPEN, PLACE
 from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
 from pipeline.config import Fields
-from pipeline.errors import Damaged, UsageError
+from pipeline.errors import Damaged
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import read_values
 from pipeline.replay.salvage_choice import Chosen, choose_generation, commit_salvaged, payload_loss, unfollowed_loss
 from pipeline.replay.state import BufferState, read_buffer_state
+from pipeline.replay.whole_rows import keeps_selection, moved, of_selection, read_whole, without, written_of
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, read_blocks
 
 Ints = np.ndarray
-_NEEDED = ("select", "limiter", "seed", "fields", "share_next_obs")
+_NEEDED = ("select", "limiter", "seed", "fields", "share_next_obs", "remove")
 """Of the options that were saved, those that the state goes with."""
 
 
@@ -74,21 +74,26 @@ class _Rows:
         self.layout, self.chosen, self.stored = layout, chosen, chosen.stored
         self.losses: list[Loss] = []
         self.state, _ = read_buffer_state(chosen.stored.folder)
-        self._refuse()
-
-    def _refuse(self) -> None:
-        state, where = self.state, self.stored.folder
-        if state.remove != "fifo":
-            raise UsageError(
-                f"{where}: was saved with remove={state.remove!r}: rows lie in any order there; resume(step=...) goes "
-                "on from an older generation of it"
-            )
+        self._values = read_values(chosen.stored)
 
     def result(self) -> SavedRows:
-        state = self.state
+        return self._pooled() if self.state.remove != "fifo" else self._in_order()
+
+    def _pooled(self) -> SavedRows:
+        """The rows of a pool: none of them knows another one."""
+        state, values = self.state, self._values
+        arrays, there = self._read()
+        missing = state.size - int(there.sum())
+        if missing:
+            if not keeps_selection(state):
+                self._forget_selection(state, told=True)
+            state, values = without(state, values, there)
+        return self._saved(state, values, arrays, np.flatnonzero(there), missing)
+
+    def _in_order(self) -> SavedRows:
+        state, values = self.state, self._values
         oldest = state.added - state.size
-        arrays, there = self._read(oldest)
-        values = read_values(self.stored)
+        arrays, there = self._read()
         if state.dropped:
             there &= state.coming_back(values, arrays[EPISODE])
         shared = self._with_next(arrays, there, values, oldest) if state.next_obs_columns else None
@@ -96,65 +101,43 @@ class _Rows:
         first = state.added - len(kept)
         missing, gone = state.held - len(kept), state.size - len(kept)
         state, split = self._joined(arrays, there, kept, first)
-        kept_values = _written(values, there, oldest, first) if gone else dict(values)
+        kept_values = written_of(values, moved(there, oldest, first)) if gone else dict(values)
         if gone and shared is not None:
             kept_values |= shared.values(first + np.cumsum(there) - 1)
-        if gone and state.selection in ("", "uniform", "prioritized"):
-            kept_values |= _of_selection(values, there)
+        if gone and keeps_selection(state):
+            kept_values |= of_selection(values, there)
         elif gone:
             self._forget_selection(state, told=missing > 0)
+        return self._saved(state, kept_values, arrays, kept, missing, split)
+
+    def _saved(
+        self,
+        state: BufferState,
+        values: dict[str, Ints],
+        arrays: dict[str, Ints],
+        kept: Ints,
+        missing: int,
+        split: int = 0,
+    ) -> SavedRows:
         state.size = len(kept)
         rows = {name: each[kept] for name, each in arrays.items()}
         return SavedRows(
             chosen=self.chosen,
-            state={"state": msgspec.to_builtins(state), "values": kept_values, "rows": rows},
+            state={"state": msgspec.to_builtins(state), "values": values, "rows": rows},
             kept=len(kept),
             missing=missing,
             split=split,
             losses=[*self.chosen.losses, *self.losses],
         )
 
-    def _read(self, oldest: int) -> tuple[dict[str, Ints], Ints]:
+    def _read(self) -> tuple[dict[str, Ints], Ints]:
         """Return columns and marks of all rows that there were, and which of them are whole."""
-        state, schema = self.state, self.state.schema
-        there = np.zeros(state.size, bool)
-        if schema is None:
-            return {}, there
-        arrays = {each.name: np.zeros((state.size, *each.shape), each.bits) for each in schema.columns}
-        arrays |= {name: np.zeros(state.size, MARKS[name]) for name in KEPT_MARKS}
-        blocks = {block.first: block for block in read_blocks(os.path.join(self.stored.folder, BLOCKS_FILE))}
-        needed = [block for block in blocks.values() if block.first + block.count > oldest]
         reader = PayloadReader(self.layout, self.chosen.run_tag, forgiving=True)
-        gone: list[tuple[Block, Damaged]] = []
-        for place, found in reader.each(block.place for block in needed):
-            block = blocks[place[0]]
-            path = self.layout.segment(*block.segment_key)
-            try:
-                if isinstance(found, Damaged):
-                    raise found
-                given = decode_block(found, schema, block.count, f"{path} at byte {block.offset}")
-            except Damaged as error:
-                gone.append((block, error))
-                continue
-            begin = max(oldest, block.first)
-            end = min(state.added, block.first + block.count)
-            for name in arrays:
-                self._take(arrays, name, slice(begin - oldest, end - oldest), given[name][begin - block.first :], there)
-            there[begin - oldest : end - oldest] = True
-        for block, wrong in sorted(gone, key=lambda each: each[0].first):
-            self._note(block, wrong, oldest, there)
-        return arrays, there
-
-    @staticmethod
-    def _take(arrays: dict[str, Ints], name: str, places: slice, rows: Ints, there: Ints) -> None:
-        """Put the first of ``rows`` into places. A column of which some rows are compressed is so in all."""
-        rows, held = rows[: places.stop - places.start], arrays[name]
-        if rows.dtype == object and held.dtype != object:
-            arrays[name] = np.empty(len(held), object)
-            arrays[name][there] = packed_rows(held[there], held.dtype)
-        elif held.dtype == object:
-            rows = packed_rows(rows, rows.dtype)
-        arrays[name][places] = rows
+        blocks = read_blocks(os.path.join(self.stored.folder, BLOCKS_FILE))
+        found = read_whole(self.layout, reader, self.state, self._values, blocks)
+        for block, wrong in found.gone:
+            self._note(block, wrong, found.there[found.lie.rows(block)])
+        return found.arrays, found.there
 
     def _with_next(
         self, arrays: Mapping[str, Ints], there: Ints, values: Mapping[str, Ints], oldest: int
@@ -167,10 +150,14 @@ class _Rows:
         self.losses += unfollowed_loss(self.layout, self.stored, left_out)
         return shared
 
-    def _note(self, block: Block, error: Damaged, oldest: int, there: Ints) -> None:
-        begin, end = max(oldest, block.first), min(self.state.added, block.first + block.count)
-        absent = int((~there[begin - oldest : end - oldest]).sum())
-        what = f"rows {begin} to {end - 1}, {absent} of which are in no other block"
+    def _note(self, block: Block, error: Damaged, there: Ints) -> None:
+        absent = int((~there).sum())
+        if self.state.remove != "fifo":
+            what = f"{absent} rows"
+        else:
+            begin = max(self.state.added - self.state.size, block.first)
+            end = min(self.state.added, block.first + block.count)
+            what = f"rows {begin} to {end - 1}, {absent} of which are in no other block"
         self.losses.append(payload_loss(self.layout, block, error, what))
 
     def _forget_selection(self, state: BufferState, *, told: bool) -> None:
@@ -238,34 +225,6 @@ def _parts(kept: Ints, led: Ints, before: Ints) -> Ints:
         if (further == leader).all():
             return leader
         leader = further
-
-
-def _of_selection(values: Mapping[str, Ints], there: Ints) -> dict[str, Ints]:
-    """Return what the selection has of the rows that are kept."""
-    return {
-        name: each[there] if len(each) == len(there) else each
-        for name, each in values.items()
-        if name.startswith("selector.")
-    }
-
-
-def _written(values: Mapping[str, Ints], there: Ints, oldest: int, first: int) -> dict[str, Ints]:
-    """Return what was written back into the rows that are kept, by their new keys."""
-    now = first + np.cumsum(there) - 1
-    found: dict[str, Ints] = {}
-    for name, keys in values.items():
-        if not (name.startswith("written.") and name.endswith(".keys.int64")):
-            continue
-        inside = (keys >= oldest) & (keys < oldest + len(there))
-        inside[inside] = there[keys[inside] - oldest]
-        found[name] = now[keys[inside] - oldest]
-        prefix = name.removesuffix("keys.int64") + "values."
-        for other, each in values.items():
-            if other.startswith(prefix) and len(keys):
-                found[other] = each.reshape(len(keys), -1)[inside].reshape(-1)
-            elif other.startswith(prefix):
-                found[other] = each
-    return found
 
 
 class SharedNext:

@@ -11,11 +11,12 @@ from pipeline.buffer.transitions.blocks import KEPT_MARKS, take_back
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.config import ReplayOptions
+from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.arguments import not_shared
 from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, selector_values, state_of, values_of
-from pipeline.replay.pooling import take_places
+from pipeline.replay.pooling import fill_pool
 from pipeline.replay.rooms import OwnRoom, Room
 from pipeline.replay.saving import Loading, ReplayResumed, Saver
 from pipeline.replay.state import BufferState
@@ -25,6 +26,7 @@ class SavingVerbs(FolderVerbs):
     """What :class:`~pipeline.ReplayBuffer` has beside its rows."""
 
     options: ReplayOptions
+    ranks: Ranks | None
     ring: Ring
     _saver: Saver
     _own: Parts
@@ -113,11 +115,12 @@ class SavingVerbs(FolderVerbs):
 
     def _check_partial(self, *, lazily: bool, continue_episodes: bool) -> None:
         """Refuse what does not go with ``allow_partial``."""
+        pooled = self.options.remove.by != "fifo"
         for option, given, why in (
             ("verify", lazily, "what is damaged must be known at once; leave verify='lazy' out"),
             ("continue_episodes", continue_episodes, "of open episodes rows may be gone; leave continue_episodes out"),
             ("storage", self.options.storage == "shared", "rows that processes share must all be there"),
-            ("remove", self.options.remove.by != "fifo", f"with remove={self.options.remove.by!r} all must be there"),
+            ("remove", pooled and self.ranks is not None, "with ranks= and remove= other than fifo all must be there"),
         ):
             if given:
                 raise ConfigError(f"allow_partial: {why}. Or resume(step=...) an older generation", option=option)
@@ -188,17 +191,14 @@ class SavingVerbs(FolderVerbs):
             check_sharing(state, self.options, "the state")
             check_kind(state, self.ring, "the state")
             ring = (self.ring if room is self._room else room.ring()).like(state.schema)
-            ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
-            ring.episodes.load(state.open_episodes, state.next_episode)
             if isinstance(ring, Pool):
-                take_places(ring, state, given["values"])
-            if isinstance(ring, Pool) and state.schema is not None:
-                ring.at[:] = -1  # nothing of it is on the disk
-                ring.storage.write(ring.slots(ring.keys()), dict(given["rows"]))
-                ring.relink()
-            elif state.schema is not None:
-                take_back(ring, state.added - state.size, state.size, dict(given["rows"]))
-                ring.relink()
+                fill_pool(ring, state, given["values"], dict(given["rows"]))
+            else:
+                ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
+                ring.episodes.load(state.open_episodes, state.next_episode)
+                if state.schema is not None:
+                    take_back(ring, state.added - state.size, state.size, dict(given["rows"]))
+                    ring.relink()
             parts = self._parts(ring, room)
             restore(parts, self.options, state, given["values"])
         except ForebayError:

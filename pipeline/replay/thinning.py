@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, PLACE
+from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.checkpoint.generations import Stored, check_listed
 from pipeline.checkpoint.manifest import BLOCKS_FILE
@@ -20,10 +21,13 @@ from pipeline.errors import Damaged
 from pipeline.observe import events
 from pipeline.replay.ahead import ahead
 from pipeline.replay.episode_ids import EpisodeTable
-from pipeline.replay.loading import Lost, Read
+from pipeline.replay.loading import Lost, Read, check_columns, read_values
+from pipeline.replay.parts import check_kind
+from pipeline.replay.pooling import fill_pool
 from pipeline.replay.resharding import Moved, Moving, Reached
 from pipeline.replay.shards import ShardOnDisk, read_shard
 from pipeline.replay.state import STATE_FILE, BufferState, read_buffer_state
+from pipeline.replay.whole_rows import read_whole, without
 from pipeline.store.segments import PayloadReader, read_blocks
 
 Ints = np.ndarray
@@ -58,6 +62,8 @@ def load_partly(store: Reached, options: ReplayOptions, stored: Stored, like: Ri
     """
     state, unknown = _state_of(stored)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
+    if isinstance(like, Pool):
+        return _load_pool_partly(store, stored, like, error)
     if state.dropped:
         shard, found = read_shard(stored, 0, whole=True), None
     else:
@@ -73,6 +79,30 @@ def load_partly(store: Reached, options: ReplayOptions, stored: Stored, like: Ri
     if not lost.rows:
         raise error
     return read._replace(lost=lost)
+
+
+def _load_pool_partly(store: Reached, stored: Stored, like: Pool, error: Damaged) -> Read:
+    """As :func:`load_partly`, where rows lie in any order: they are read into memory twice."""
+    for info in stored.manifest.files:
+        check_listed(stored, info)
+    state, unknown = _state_of(stored)
+    check_kind(state, like, stored.folder)
+    check_columns(state.schema, like, stored.folder)
+    values, layout = read_values(stored), store.folder.layout
+    blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
+    found = read_whole(layout, PayloadReader(layout, store.folder.tag, forgiving=True), state, values, blocks)
+    missing = state.size - int(found.there.sum())
+    if not missing:
+        raise error
+    state, values = without(state, values, found.there)
+    ring = like.like(state.schema)
+    rows = {name: each[found.there] for name, each in found.arrays.items()}
+    try:
+        fill_pool(ring, state, values, rows)
+    except (LookupError, ValueError) as wrong:
+        raise Damaged(f"{stored.folder}: the rows do not fit together ({wrong})") from None
+    files = sorted({layout.segment(*block.segment_key) for block, _ in found.gone})
+    return Read(stored, state, unknown, [], values, {}, ring, Lost(missing, 0, tuple(files)))
 
 
 def tell_lost(log: Any, stored: Stored, lost: Lost) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import Damaged, ReplayBuffer, UsageError
+from pipeline import Damaged, ReplayBuffer
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import find_generations
 from pipeline.cli import main
@@ -255,24 +255,6 @@ class TestGenerations:
         with pytest.raises(Damaged, match=r"(?s)no generation says how.*generation 0.*generation 1"):
             salvage_run(run_directory, tmp_path / "out")
         assert not (tmp_path / "out").exists()
-
-    @pytest.mark.parametrize(
-        ("options", "why"),
-        [
-            ({"remove": "lifo"}, "remove='lifo'"),
-        ],
-    )
-    def test_what_cannot_be_told_apart_is_refused(
-        self, run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, why: str
-    ) -> None:
-        monkeypatch.setattr("pipeline.buffer.transitions.blocks.BLOCK_BYTES", 1200)
-        with ReplayBuffer(CAPACITY, directory=run_directory, **options) as buffer:
-            buffer.resume()
-            buffer.extend(rows(0, 90), envs=ENVS)
-            buffer.save(1, wait=True)
-        flip(Path(run_directory, "segments/000001-0000-000001.fbs"), 1000)
-        with pytest.raises(UsageError, match=why):
-            salvage_run(run_directory, tmp_path / "out")
 
 
 def test_by_the_command(run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline import Prioritized, Remove, ReplayBuffer
+from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.buffer.transitions import pool
+from pipeline.store.frames import HEADER_BYTES
+from pipeline.tools import SalvagedRows, salvage_run
 from tests.properties.conftest import SOAK
 from tests.properties.test_replay_model import in_file
+from tests.support.keeping import stored
+from tests.support.salvaging import flip
 
 VALUES = st.one_of(st.integers(-3, 3), st.just(float("nan")), st.just(float("inf")), st.just(-float("inf")))
 NEW = st.tuples(VALUES, st.integers(0, 3))
@@ -32,6 +39,10 @@ REMOVERS = [
     Remove(by="min", field="x"),
     Remove(by="max", field="x"),
 ]
+
+
+def image(number: int) -> np.ndarray:
+    return np.full(1100, number % 251, np.uint8)
 
 
 @dataclass
@@ -78,12 +89,14 @@ class Both:
 
     def do_append(self, new: tuple[float, int]) -> None:
         x, version = new
-        key = self.buffer.append({"x": float(x), "n": np.array(len(self.rows))}, version=version)
+        number = len(self.rows)
+        key = self.buffer.append({"x": float(x), "n": np.array(number), "image": image(number)}, version=version)
         self.add([x], version, [key])
 
     def do_extend(self, values: list[float], version: int) -> None:
         numbers = np.arange(len(self.rows), len(self.rows) + len(values))
-        keys = self.buffer.extend({"x": np.array(values, float), "n": numbers}, version=version)
+        images = np.array([image(number) for number in numbers.tolist()], np.uint8).reshape(-1, 1100)
+        keys = self.buffer.extend({"x": np.array(values, float), "n": numbers, "image": images}, version=version)
         self.add(values, version, list(keys))
 
     def do_prioritize(self, given: list[tuple[int, int]]) -> None:
@@ -129,6 +142,8 @@ class Both:
         assert len(set(kept)) == len(kept)
         if there:
             assert ring.mark("n", ring.keys()).tolist() == [row.number for row in there]
+            images = ring.storage.view("image")[ring.slots(ring.keys())]
+            assert np.array_equal(images, [image(row.number) for row in there])
             assert ring.mark("#version", ring.keys()).tolist() == [row.version for row in there]
             assert np.array_equal(ring.mark("x", ring.keys()), [row.x for row in there], equal_nan=True)
             assert self.buffer.drawer.mass(ring.keys()).tolist() == [row.priority for row in there]
@@ -158,6 +173,79 @@ def test_the_rows_that_stay_are_those_of_a_list(
         for verb, *arguments in verbs:
             getattr(both, f"do_{verb}")(*arguments)
             both.check()
+
+
+HURT = st.tuples(st.just("hurt"), st.integers(0, 15), st.sampled_from(["salvage", "partial"]))
+
+
+class OnDisk(Both):
+    """A buffer that is saved, of whose blocks some are damaged, and that goes on without them."""
+
+    def __init__(self, capacity: int, remove: Remove, folder: Path, more: dict[str, Any]) -> None:
+        self.folder, self.more, self.step = folder, more, 0
+        super().__init__(capacity, remove, more | {"directory": folder / "0"})
+        self.buffer.resume()
+
+    def do_hurt(self, hurt: int, how: str) -> None:
+        self.step += 1
+        with self.buffer as buffer:
+            buffer.save(self.step, wait=True)
+        run, out = self.options["directory"], self.folder / str(self.step)
+        gone: set[int] = set()
+        for number, (path, block, arrays) in enumerate(list(stored(run))):
+            if hurt >> number & 1:
+                flip(path, block.offset + HEADER_BYTES + block.length // 2)
+                gone |= set(arrays["n"].tolist())
+        lost = [row for row in self.there if row.number in gone]
+        if how == "salvage":
+            made = salvage_run(run, out)
+            assert isinstance(made, SalvagedRows)
+            assert (made.rows_lost, made.rows_kept) == (len(lost), len(self.there) - len(lost))
+            self.options["directory"] = out
+        self.buffer = self.make()
+        resumed = self.buffer.resume(allow_partial=how == "partial")
+        assert resumed.lost.rows == (len(lost) if how == "partial" else 0)
+        for row in lost:
+            row.there = False
+        if lost:  # keys are others then
+            before = max(row.key for row in self.rows)
+            for row, key in zip(self.there, self.buffer.ring.keys().tolist(), strict=True):
+                assert key > before
+                row.key = key
+
+    def close(self) -> None:
+        self.buffer.close()
+
+
+WRITTEN = [("extend", [1, 2, 3, 0, 1, 2], 0), ("hurt", 0, "partial"), ("write", [(3, 3), (5, -1)])]
+"""Blocks of three rows, and what two of the second one are since they were written."""
+OLD_ONES_LATER = [("extend", [3, -3, -3, 2, 2, 2], 0), ("hurt", 0, "partial"), ("extend", [1, 1], 1)]
+"""A block of which one row is left: that is written again, behind newer ones."""
+
+
+@pytest.mark.parametrize("more", [{}, {"compress": {"image": "zlib"}}], ids=["plain", "compressed"])
+@pytest.mark.parametrize("remove", REMOVERS, ids=lambda remove: remove.by)
+@settings(max_examples=12 * SOAK, deadline=None)
+@given(st.integers(1, 7), st.lists(st.one_of(VERBS.filter(lambda verb: verb[0] != "again"), HURT), max_size=12))
+@example(6, [*WRITTEN, ("hurt", 1, "salvage")])
+@example(6, [*WRITTEN, ("hurt", 1, "partial")])
+@example(6, [*OLD_ONES_LATER, ("hurt", 0, "partial"), ("hurt", 1, "salvage")])
+@example(6, [*OLD_ONES_LATER, ("hurt", 0, "salvage"), ("hurt", 1, "partial")])
+def test_the_rows_of_whole_blocks_stay(
+    remove: Remove, more: dict[str, Any], capacity: int, verbs: list[tuple[Any, ...]]
+) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_sizes, "BLOCK_BYTES", 3800)
+        both = OnDisk(capacity, remove, Path(name), more)
+        for verb, *arguments in [
+            *verbs,
+            ("hurt", 0b10, "salvage"),
+            ("extend", [1, 0, -1, 2], 1),
+            ("hurt", 1, "partial"),
+        ]:
+            getattr(both, f"do_{verb}")(*arguments)
+            both.check()
+        both.close()
 
 
 @settings(max_examples=40 * SOAK, deadline=None)

@@ -13,7 +13,7 @@ import structlog
 from pipeline.buffer.transitions.layout import END, EPISODE, PLACE
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import find_generations
-from pipeline.distributed import Ranks
+from pipeline.distributed import Ranks, alone
 from pipeline.errors import ConfigError, Damaged, RankFailed
 from pipeline.replay import ReplayBuffer
 from pipeline.replay.loading import Lost
@@ -250,7 +250,6 @@ def test_ranks_of_which_none_is_damaged_have_what_they_had(tmp_path: Path) -> No
 
 def test_what_it_does_not_go_with_is_refused(tmp_path: Path) -> None:
     every: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"remove": "lifo"}, {}, "remove"),
         ({"storage": "shared"}, {}, "storage"),
         ({}, {"verify": "lazy"}, "verify"),
         ({}, {"continue_episodes": True}, "continue_episodes"),
@@ -260,6 +259,11 @@ def test_what_it_does_not_go_with_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="allow_partial") as refused:
                 buffer.resume(allow_partial=True, **how)
             assert refused.value.option == option
+    with (
+        ReplayBuffer(5, directory=tmp_path, ranks=alone(), remove="lifo") as buffer,
+        pytest.raises(ConfigError, match="allow_partial: with ranks= and remove="),
+    ):
+        buffer.resume(allow_partial=True)
 
 
 def test_a_run_that_lost_rows_goes_on_and_is_whole_again(tmp_path: Path) -> None:
