@@ -145,7 +145,7 @@ def read_shard(stored: Stored, rank: int, *, whole: bool = False, pools: bool = 
     check_files(stored, rank, needed, whole=whole)
     state, unknown = read_buffer_state(stored.folder)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
-    _check_movable(state, pools=pools)
+    _check_movable(state, stored.folder, pools=pools)
     part = Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=needed))
     values, pool = read_values(part), {}
     if state.remove == "fifo":
@@ -311,12 +311,12 @@ def _listing(shards: Sequence[Listed]) -> Listing:
     )
 
 
-def _check_movable(state: BufferState, *, pools: bool) -> None:
+def _check_movable(state: BufferState, where: str, *, pools: bool) -> None:
     """Refuse what can be loaded by as many ranks as wrote it alone.
 
     Raises:
         ConfigError: the rows are such.
     """
-    alone = "such rows are loaded by as many ranks as saved them"
+    alone = f"{where}: such rows are loaded by as many ranks as saved them"
     if state.remove != "fifo" and not pools:
         raise ConfigError.of("remove", state.remove, alone)

@@ -16,7 +16,7 @@ from pipeline.checkpoint.generations import check_generation, find_generations
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, FileInfo, Manifest, ShardInfo
 from pipeline.checkpoint.parts import shard_of
-from pipeline.errors import Damaged, ForebayError, WriteFailed
+from pipeline.errors import ConfigError, Damaged, ForebayError, UsageError, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Unfollowed
 from pipeline.replay.moving import Gone
@@ -84,6 +84,11 @@ class _Job(Job):
         part = part._replace(manifest=msgspec.structs.replace(part.manifest, files=whole))
         try:
             return read_shard(part, info.rank, whole=True)
+        except ConfigError as error:
+            raise UsageError(
+                f"{source.stored.folder}: was saved with {error.option} other than fifo: such rows are told apart by "
+                "their own ranks alone. resume(step=...) goes on from an older generation"
+            ) from None
         except Damaged:
             self.lost.append(info.rank)
             return ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), [])
