@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from pipeline.checkpoint.manifest import CONSUMER_FILE
 from pipeline.errors import Damaged
+from pipeline.intervals import IntervalSet
 from pipeline.ledger import ConsumerHalf
 from pipeline.store.files import open_plain
 
@@ -42,3 +45,21 @@ def half_or_why_not(folder: str) -> tuple[ConsumerHalf, str | None]:
         return read_half(folder)[0], None
     except OSError as error:
         return ConsumerHalf(), str(error)
+
+
+def joined_halves(halves: Sequence[ConsumerHalf]) -> ConsumerHalf:
+    """Return what several ranks say together of what the weights have seen; counts are sums, and leases each rank's."""
+    groups: dict[str, tuple[int, int, int]] = {}
+    masked: Counter[str] = Counter()
+    for half in halves:
+        masked.update(half.masked_by_task)
+        for task, counts in half.trained_by_task.items():
+            before = groups.get(task, (0, 0, 0))
+            groups[task] = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2])
+    trained = joined_ranges(half.trained for half in halves)
+    return ConsumerHalf(step=halves[0].step, trained=trained, trained_by_task=groups, masked_by_task=dict(masked))
+
+
+def joined_ranges(ranges: Iterable[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Return ranges of uids, first and last of each, as one list."""
+    return IntervalSet(each for some in ranges for each in some).ranges()

@@ -21,7 +21,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import Damaged, RankFailed
 from pipeline.records import Opened
 from pipeline.sampler import TurnSampler
-from pipeline.wiring.rank_sharing import shared_out, turns_of
+from pipeline.wiring.rank_sharing import Drawing, shared_out, turns_of
 from pipeline.wiring.recovery import Recovered, read_generation
 from pipeline.wiring.resuming import Found, Origin, check_external, opening, recovered_of
 from pipeline.wiring.state import RunState
@@ -70,9 +70,9 @@ class RankResuming:
 
         def plan() -> str:
             parts = [self._part(stored, rank)[0] for rank in range(stored.manifest.world_size)]
-            digest, recovered = shared_out(self._state, ranks, stored, parts, opened)
-            shared.append(recovered)
-            return digest
+            sharing = shared_out(Drawing.of(self._state), stored, parts, ranks.size)
+            shared.append(sharing.part(ranks.rank, opened))
+            return sharing.digest
 
         ranks.alike("plan of the resume", plan)
         return Found(stored, states, shared[0], opened, self._origin)

@@ -9,26 +9,25 @@ what it was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.buffer.partials import Partials
 from pipeline.checkpoint.generations import Stored
+from pipeline.checkpoint.halves import joined_halves, joined_ranges
 from pipeline.checkpoint.lines import inherit
 from pipeline.checkpoint.listed import AGAIN, PARKED, PARTIAL, WAITING, Episode, Shard, Stamp
 from pipeline.checkpoint.planned import Target
 from pipeline.checkpoint.reshard import plan
-from pipeline.distributed import Ranks
 from pipeline.errors import UsageError
-from pipeline.intervals import IntervalSet
 from pipeline.ledger import PARKED as HAS_PARKED
 from pipeline.ledger import WAITING as WAITS
 from pipeline.ledger import ConsumerHalf, Entry, Ledger, TaskTotals
 from pipeline.locations import Location
 from pipeline.records import HeldItem, Inherited, Opened
-from pipeline.sampler import Draw, Progress, TurnSampler
+from pipeline.sampler import Draw, DrawPlan, Progress, TurnSampler
 from pipeline.sampler.progress import joined
 from pipeline.sampler.turns import holes
 from pipeline.wiring.evaluations import Evaluations
@@ -56,36 +55,74 @@ class Gathered(NamedTuple):
     partials: dict[int, dict[int, Any]]
 
 
-def shared_out(
-    state: RunState, ranks: Ranks, stored: Stored, parts: Sequence[Recovered], opened: Opened
-) -> tuple[str, Recovered]:
-    """Return the digest of the plan, and what this rank goes on with.
+class Drawing(NamedTuple):
+    """What draws hang on.
+
+    Attributes:
+        plans: the tasks that there are now.
+        seed: the run's.
+        sizes: of these, by name, the size of a group, and how many of it must finish.
+    """
+
+    plans: Sequence[DrawPlan]
+    seed: int
+    sizes: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, state: RunState) -> Drawing:
+        """Return that of a run."""
+        sizes = {name: (task.group_size, task.min_group) for name, task in state.tasks.items()}
+        return cls(list(state.plans.values()), state.options.seed, sizes)
+
+
+class Sharing(NamedTuple):
+    """What was recovered of M ranks, shared out to N.
+
+    Attributes:
+        digest: of the plan.
+        drawing, parts: what it was made of.
+        gathered: all of it.
+        held: by rank, what each is to have.
+    """
+
+    digest: str
+    drawing: Drawing
+    parts: Sequence[Recovered]
+    gathered: Gathered
+    held: Sequence[Sequence[HeldItem]]
+
+    def part(self, rank: int, opened: Opened) -> Recovered:
+        """Return what a rank goes on with, whose journal begins with ``opened``."""
+        return _part(self, rank, opened)
+
+
+def shared_out(drawing: Drawing, stored: Stored, parts: Sequence[Recovered], size: int) -> Sharing:
+    """Return who of some ranks gets what.
 
     Args:
-        state: the run's.
-        ranks: those that there are now.
+        drawing: what draws hang on now.
         stored: the generation.
         parts: what was recovered of each rank that wrote it.
-        opened: the event that begins this rank's journal.
+        size: how many ranks there are now.
 
     Raises:
         UsageError: draws wait of a task that this run does not have.
     """
-    gathered = _gathered(state, stored, parts)
+    gathered = _gathered(drawing, stored, parts)
     sizes = Counter(gathered.shards.values())
     planned = plan(
         _listed(gathered),
-        ranks.size,
+        size,
         1,
         shards=[Shard(rank=rank, steps=sizes[rank], episodes=sizes[rank]) for rank in range(len(parts))],
         rebalance=True,
         where=stored.folder,
     )
-    held = [_held(state, stored, gathered, target) for target in planned.targets]
-    return planned.digest(), _part(state, ranks, parts, opened, gathered, held)
+    held = [_held(drawing, stored, gathered, target) for target in planned.targets]
+    return Sharing(planned.digest(), drawing, parts, gathered, held)
 
 
-def _gathered(state: RunState, stored: Stored, parts: Sequence[Recovered]) -> Gathered:
+def _gathered(drawing: Drawing, stored: Stored, parts: Sequence[Recovered]) -> Gathered:
     found = Gathered({}, {}, {}, {}, set(), {})
     for rank, part in enumerate(parts):
         found.entries.update(part.ledger.entries)
@@ -97,7 +134,7 @@ def _gathered(state: RunState, stored: Stored, parts: Sequence[Recovered]) -> Ga
     if not samplers:  # of one process
         return found
     try:
-        left = [*holes(samplers, list(state.plans.values()))]
+        left = [*holes(samplers, drawing.plans)]
     except LookupError as error:
         raise UsageError(
             f"{stored.folder}: items of task {error.args[0]!r} wait that its source would have to give, and this run "
@@ -125,7 +162,7 @@ def _listed(gathered: Gathered) -> list[Episode]:
     return listed
 
 
-def _held(state: RunState, stored: Stored, gathered: Gathered, target: Target) -> list[HeldItem]:
+def _held(drawing: Drawing, stored: Stored, gathered: Gathered, target: Target) -> list[HeldItem]:
     """Return what one rank is to have, in the order in which finished groups are handed out."""
     again = set(target.again)
     order = [*target.again, *(uid for uid in target.uids if uid not in again)]
@@ -133,30 +170,23 @@ def _held(state: RunState, stored: Stored, gathered: Gathered, target: Target) -
     for number, uid in enumerate(order, 1):
         entry = gathered.entries.get(uid)
         if entry is None:
-            items.append(_waiting(state, stored, gathered.draws[uid]))
+            items.append(_waiting(drawing, stored, gathered.draws[uid]))
         else:
             item = entry.hold(sorted(gathered.places.get(uid, {}).items()))
             items.append(msgspec.structs.replace(item, order=number))
     return items
 
 
-def _waiting(state: RunState, stored: Stored, draw: Draw) -> HeldItem:
-    task, saved = state.tasks.get(draw.task), stored.manifest.tasks.get(draw.task, {})
-    size = saved.get("group_size", 1) if task is None else task.group_size
-    need = saved.get("min_group", 1) if task is None else task.min_group
+def _waiting(drawing: Drawing, stored: Stored, draw: Draw) -> HeldItem:
+    saved = stored.manifest.tasks.get(draw.task, {})
+    size, need = drawing.sizes.get(draw.task, (saved.get("group_size", 1), saved.get("min_group", 1)))
     zeros, where = (0,) * size, (draw.number, draw.task, draw.epoch, draw.index, draw.position)
     return HeldItem(*where, size, need, "train", None, bytes(size), zeros, zeros)
 
 
-def _part(
-    state: RunState,
-    ranks: Ranks,
-    parts: Sequence[Recovered],
-    opened: Opened,
-    gathered: Gathered,
-    held: Sequence[Sequence[HeldItem]],
-) -> Recovered:
-    first, own = ranks.first, held[ranks.rank]
+def _part(sharing: Sharing, rank: int, opened: Opened) -> Recovered:
+    parts, gathered, held = sharing.parts, sharing.gathered, sharing.held
+    first, own, size = rank == 0, held[rank], len(held)
     half = _half([part.ledger.consumer_half() for part in parts], first)
     stands = _stands(parts)
     inherited = Inherited(
@@ -164,14 +194,14 @@ def _part(
         stands.cursors,
         stands.shares,
         stands.drawn,
-        _totals(parts, gathered, held, ranks.rank),
-        _joined(part.ledger.dropped.ranges() for part in parts) if first else [],
+        _totals(parts, gathered, held, rank),
+        joined_ranges(part.ledger.dropped.ranges() for part in parts) if first else [],
         stands.next_uid,
         stands.given,
-        _first_turn(stands.next_uid, sum(map(len, held)), ranks.size),
+        _first_turn(stands.next_uid, sum(map(len, held)), size),
     )
     ledger = Ledger(half)
-    sampler = TurnSampler(list(state.plans.values()), state.options.seed, ranks.rank, ranks.size)
+    sampler = TurnSampler(sharing.drawing.plans, sharing.drawing.seed, rank, size)
     ledger.apply(opened)
     ledger.apply(inherited)
     sampler.apply(inherited)
@@ -181,7 +211,7 @@ def _part(
     return Recovered(
         ledger,
         sampler,
-        _progress([part.progress for part in parts], ranks),
+        _progress([part.progress for part in parts], rank, size),
         parts[0].unknown if first else {},
         [],
         {uid: gathered.places[uid] for uid in ledger.entries if uid in gathered.places},
@@ -210,19 +240,8 @@ def _first_turn(number: int, items: int, size: int) -> int:
 
 def _half(halves: Sequence[ConsumerHalf], first: bool) -> ConsumerHalf:
     """Return the consumer half of a rank: all know what is trained, and the first has the counts."""
-    groups: dict[str, tuple[int, int, int]] = {}
-    masked: Counter[str] = Counter()
-    for half in halves if first else ():
-        masked.update(half.masked_by_task)
-        for task, counts in half.trained_by_task.items():
-            before = groups.get(task, (0, 0, 0))
-            groups[task] = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2])
-    trained = _joined(half.trained for half in halves)
-    return ConsumerHalf(step=halves[0].step, trained=trained, trained_by_task=groups, masked_by_task=dict(masked))
-
-
-def _joined(ranges: Iterable[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    return IntervalSet(each for some in ranges for each in some).ranges()
+    half = joined_halves(halves)
+    return half if first else msgspec.structs.replace(half, trained_by_task={}, masked_by_task={})
 
 
 def _totals(
@@ -254,11 +273,11 @@ def _sum(one: TaskTotals, other: TaskTotals) -> TaskTotals:
     return TaskTotals(dropped=dict(dropped), **counts)
 
 
-def _progress(parts: Sequence[Progress], ranks: Ranks) -> Progress:
+def _progress(parts: Sequence[Progress], rank: int, size: int) -> Progress:
     """Return the progress of a rank: the counts are the first one's."""
     all_of_it = joined(parts)
-    groups = all_of_it.batch_groups // ranks.size
-    if ranks.first:
+    groups = all_of_it.batch_groups // size
+    if rank == 0:
         return msgspec.structs.replace(all_of_it, batch_groups=groups)
     return Progress(
         next_consumer_step=all_of_it.next_consumer_step,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, choose, find_generations, of_kind, with_offer
-from pipeline.checkpoint.lines import Line, find_line
+from pipeline.checkpoint.lines import Line
 from pipeline.checkpoint.manifest import PIPELINE, REPLAY_BUFFER, Manifest
 from pipeline.errors import Damaged, StoreError, UsageError
 from pipeline.ledger import BUFFERED, PARKED, WAITING
@@ -23,9 +23,9 @@ from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.store.service import RunBlocking, WriterService
 from pipeline.wiring.forking import copy_payloads, forked, place_parts
-from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, Recovered, read_generation, recover_run
+from pipeline.wiring.recovering import Recovering
+from pipeline.wiring.recovery import CONSUMER_FILE, PROGRESS_FILE, Recovered, read_generation
 from pipeline.wiring.state import RunState
-from pipeline.wiring.tails import cut_off, let_go_since, unwritten_tails
 
 _MATTERS = ("batch_groups", "capacity", "max_staleness", "order", "partial", "selector", "strategy")
 """Options of the run whose change is worth a word: what batches are made of hangs on them."""
@@ -132,37 +132,19 @@ def recovered_of(
         Damaged: something that was promised to be there is missing or changed.
         UsageError: the seed is not the run's.
     """
-    layout, line = origin.layout, _line_of(state, origin, stored, reusable)
     opened = opening(state, stored.manifest.generation, stored.manifest.step, stored.manifest.incarnation)
     if origin.forked:  # its base is this incarnation: what an earlier try left in the folder does not count
         name = f"{origin.run_id}/{stored.manifest.generation}"
         opened = msgspec.structs.replace(opened, generation=-1, parent=-1, origin=name)
-
-    def recover(line: Line) -> tuple[Recovered, Opened]:
-        recovered = recover_run(
-            layout,
-            stored,
-            list(state.plans.values()),
-            run_tag=origin.tag,
-            seed=state.options.seed,
-            opened=opened,
-            line=line,
-            torn=lambda path, at, left: state.log.warning(events.JOURNAL_TORN, file=path, offset=at, bytes=left),
-            feed=None if state.experience is None else state.experience.feed,
-            sampler=None if sampler is None else sampler(),
-        )
-        return recovered, _with_ends(opened, recovered, line, origin)
-
-    try:
-        return recover(line)
-    except Damaged:
-        # After a loss of power a journal may name payloads that the disk never got: it ends before them.
-        tails = unwritten_tails(layout, origin.tag, line, stored.manifest.journals)
-        if not tails:
-            raise
-        for tail in tails:
-            state.log.warning(events.JOURNAL_UNWRITTEN, **tail._asdict())
-        return recover(cut_off(line, tails))
+    how = Recovering(
+        list(state.plans.values()),
+        state.options.seed,
+        state.options.after_crash == "discard",
+        None if state.experience is None else state.experience.feed,
+        state.log.warning,
+    )
+    recovered, line = how.recover(origin.layout, origin.tag, stored, reusable, opened, sampler)
+    return recovered, _with_ends(opened, recovered, line, origin)
 
 
 def _with_ends(opened: Opened, recovered: Recovered, line: Line, origin: Origin) -> Opened:
@@ -173,19 +155,6 @@ def _with_ends(opened: Opened, recovered: Recovered, line: Line, origin: Origin)
     ends = [each for each in recovered.positions if (each.incarnation, each.rank) not in line.unneeded]
     discarded = sorted((each.incarnation, each.rank, each.sequence) for each in ends)
     return msgspec.structs.replace(opened, discarded=discarded)
-
-
-def _line_of(state: RunState, origin: Origin, stored: Stored, reusable: Sequence[int] | None) -> Line:
-    """Return which events count for the generation that is resumed."""
-    layout, manifest = origin.layout, stored.manifest
-    line = find_line(layout, origin.tag, manifest, discard=state.options.after_crash == "discard")
-    whole = reusable is None or manifest.generation in reusable
-    if (whole and state.experience is None) or not let_go_since(layout, origin.tag, manifest, line, whole=whole):
-        return line
-    # One that is kept for good does not keep what came after it, and with durability='none' rows are written by the
-    # next generation alone: all of it is set aside, and run again.
-    state.log.warning(events.RUN_SET_ASIDE, generation=manifest.generation, step=manifest.step)
-    return find_line(layout, origin.tag, manifest, discard=True)
 
 
 def check_external(manifest: Manifest) -> None:
