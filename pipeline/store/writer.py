@@ -229,14 +229,17 @@ class StoreWriter:
                 self._seal()
         except OSError as error:
             self._failed("seal", error)
-        for handle in (self._journal, self._sealed_handle, self._segment_handle):
+        for name in ("_journal", "_sealed_handle", "_segment_handle"):
+            handle = getattr(self, name)
+            setattr(
+                self, name, -1
+            )  # whatever close says, or cuts it: it is closed, and who calls again closes the rest
             try:
                 if handle >= 0:
                     self._files.close(handle)
             except OSError as error:
                 if self.error is None:
                     self._failed("close", error)
-        self._journal = self._sealed_handle = self._segment_handle = -1
         if self.error is not before:
             self._guard()
 
