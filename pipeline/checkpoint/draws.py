@@ -8,20 +8,18 @@ may have been trained is given up: nothing is trained twice.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.saved_plans import source_as_saved
 from pipeline.intervals import IntervalSet
 from pipeline.ledger import ConsumerHalf
 from pipeline.records import EXTERNAL, AnyEvent, Claimed, Dropped, EpochBegan, Inherited, SourceMark
 from pipeline.sampler import Sampler
 from pipeline.sampler.order import shuffled
-
-_SOURCE = re.compile(r"(.*) \((?:endless|(\d+) items), first item's digest .*\)")
 
 
 class Drawn(NamedTuple):
@@ -73,7 +71,7 @@ class Draws:
         cursor = sampler.cursors.get(event.task)
         if event.kind == EXTERNAL or (cursor is not None and event.epoch <= cursor.epoch):
             return None
-        length, mark = self._source(event.task, sampler)
+        length, mark = self.source(event.task, sampler)
         return EpochBegan(event.task, event.epoch, length, mark)
 
     def note(self, event: AnyEvent, sampler: Sampler) -> None:
@@ -108,7 +106,7 @@ class Draws:
             located: what payloads say of items without a claim.
             first: a uid from which on none was used.
         """
-        uids = self._places_of(located, sampler)
+        uids = self.places_of(located, sampler)
         missing = self._missing(sampler, uids)
         unknown = [uid for uid in self.unseen(half.trained) if uid not in located]
         doubtful: list[Place] = []
@@ -131,7 +129,7 @@ class Draws:
                 filled.events.append(Dropped(uid, reason))
         for uid, drawn in located.items():
             if drawn.epoch < 0:  # it was given by hand
-                filled.events.append(Claimed(uid, drawn.task, -1, -1, -1, *self._size(drawn.task), EXTERNAL))
+                filled.events.append(Claimed(uid, drawn.task, -1, -1, -1, *self.size_of(drawn.task), EXTERNAL))
                 if uid in ended:
                     filled.events.append(Dropped(uid, ended[uid]))
         return filled
@@ -140,7 +138,8 @@ class Draws:
         """Return those of some uids that no event claims."""
         return [uid for low, high in ranges for uid in range(low, high + 1) if uid not in self.seen]
 
-    def _places_of(self, located: Mapping[int, Drawn], sampler: Sampler) -> dict[Place, int]:
+    def places_of(self, located: Mapping[int, Drawn], sampler: Sampler) -> dict[Place, int]:
+        """Return the places of items, by what their payloads say, and whose uids they are."""
         found: dict[Place, int] = {}
         orders: dict[tuple[str, int], np.ndarray] = {}
         for uid, (task, epoch, index) in located.items():
@@ -236,9 +235,10 @@ class Draws:
         length, index = self._length(place.task, place.epoch, sampler), place.position
         if self._shuffles(place.task) and index < length:
             index = int(shuffled(self._seed, place.epoch, np.array([index], np.int64), length)[0])
-        return Claimed(uid, *place, index, *self._size(place.task))
+        return Claimed(uid, *place, index, *self.size_of(place.task))
 
-    def _size(self, task: str) -> tuple[int, int]:
+    def size_of(self, task: str) -> tuple[int, int]:
+        """Return the size of a task's groups, and how many must finish for one to count."""
         described = self._line.tasks.get(task, {})
         size = described.get("group_size", 1)
         return self._sizes.get(task, (size, described.get("min_group", size)))
@@ -247,20 +247,18 @@ class Draws:
         return bool(self._line.tasks.get(task, {}).get("shuffle", False))
 
     def _is_stream(self, task: str, sampler: Sampler) -> bool:
-        length, mark = self._source(task, sampler)
+        length, mark = self.source(task, sampler)
         return length < 0 and (task in self._contents or mark.kind == "stream")
 
     def _length(self, task: str, epoch: int, sampler: Sampler) -> int:
         known = self._lengths.get((task, epoch))
-        return self._source(task, sampler)[0] if known is None else known
+        return self.source(task, sampler)[0] if known is None else known
 
-    def _source(self, task: str, sampler: Sampler) -> tuple[int, SourceMark]:
+    def source(self, task: str, sampler: Sampler) -> tuple[int, SourceMark]:
         """Return how long a task's source is, and its mark: the last that an event says, or what the manifest does."""
         cursor = sampler.cursors.get(task)
         if cursor is not None and cursor.epoch >= 0:
             return cursor.length, cursor.mark
-        found = _SOURCE.fullmatch(str(self._line.tasks.get(task, {}).get("source", "")))
-        if found is None:
-            return 0, SourceMark()  # so the next draw begins an epoch
-        length = -1 if found[2] is None else int(found[2])
-        return length, SourceMark(found[1], length)
+        mark = source_as_saved(self._line.tasks.get(task, {}))
+        # Without one there is nothing to be drawn of it, so the next draw begins an epoch.
+        return (0, SourceMark()) if mark is None else (mark.length, mark)

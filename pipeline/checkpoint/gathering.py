@@ -12,14 +12,14 @@ import msgspec
 
 from pipeline.checkpoint.draws import Filled
 from pipeline.checkpoint.losses import Loss
-from pipeline.checkpoint.manifest import PROGRESS_FILE, Manifest
+from pipeline.checkpoint.manifest import CONSUMER_FILE, PROGRESS_FILE, SHARDS_FOLDER, Manifest
 from pipeline.checkpoint.payloads import locate
 from pipeline.checkpoint.remains import Hole
 from pipeline.checkpoint.rescue import Rescue, look_beyond, rescue
 from pipeline.checkpoint.survey import Candidate
 from pipeline.ledger import ConsumerHalf
-from pipeline.records import Claimed, Opened
-from pipeline.sampler import Progress
+from pipeline.records import Claimed, Opened, Reserved
+from pipeline.sampler import Progress, TurnSampler
 from pipeline.store.journal import Logged
 from pipeline.store.layout import Layout
 
@@ -39,6 +39,17 @@ class Gathered(NamedTuple):
     losses: list[Loss]
     reclaimed: bool = False
     """Whether items were claimed again, or given up, under uids that are new."""
+    turns: TurnSampler | None = None
+    """Of one of several ranks: its part of the order that they share."""
+    reserved: Sequence[Reserved] = ()
+    """And what its journal says next of that: the draws that it is still to claim."""
+    anew: bool = False
+    """Whether the rank has given items up that may have been trained."""
+
+    @property
+    def recount(self) -> bool:
+        """Whether the events no longer say how much was claimed."""
+        return self.anew or self.fold.torn
 
 
 def gather(
@@ -73,21 +84,22 @@ def gather(
         others = [each.manifest for each in candidates if each.manifest is not None and each is not chosen]
         own = [each for each in others if each.run_id == manifest.run_id]
         fold = rescue(layout, run_tag, manifest, own, half, discard=discard)
-        losses += [_hole(layout, *each) for each in fold.holes]
+        losses += [hole_loss(layout, *each) for each in fold.holes]
         if fold.torn:
             filled, more = _fill(layout, run_tag, fold, half)
             again, reclaimed = filled.again, bool(filled.again or filled.given_up)
             losses += more
-    opened = _opening(manifest, fold.sampler.seed, f"{run_id}/{manifest.generation}")
+    opened = opening(manifest, fold.sampler.seed, f"{run_id}/{manifest.generation}")
     fold.ledger.apply(opened)
     fold.partials.apply(opened.incarnation, opened.rank, opened)
     fold.ledger.restore(half)
     return Gathered(fold, manifest, half, opened, again, losses, reclaimed or manifest.reclaimed)
 
 
-def _opening(manifest: Manifest, seed: int, origin: str) -> Opened:
+def opening(manifest: Manifest, seed: int, origin: str, rank: int = 0) -> Opened:
+    """Return the event that begins a journal of the new run."""
     host, process = socket.gethostname(), os.getpid()
-    return Opened(1, 0, -1, manifest.step, manifest.step, seed, host, process, time.time(), origin=origin)
+    return Opened(1, rank, -1, manifest.step, manifest.step, seed, host, process, time.time(), origin=origin)
 
 
 def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tuple[Filled, list[Loss]]:
@@ -112,7 +124,8 @@ def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tup
     return filled, losses
 
 
-def _hole(layout: Layout, hole: Hole, left_out: int) -> Loss:
+def hole_loss(layout: Layout, hole: Hole, left_out: int) -> Loss:
+    """Say what is lost in a place of a journal that cannot be read, and how many later events are left out for it."""
     if not hole.events:
         return _loss(layout, hole, hole.what, "nothing: no event lay there")
     lost = f"events from number {hole.first} on, {hole.events} at the least"
@@ -155,10 +168,13 @@ def generation_losses(layout: Layout, candidates: Sequence[Candidate], chosen: C
 
 def _fate(each: Candidate, path: str, chosen: Candidate) -> str:
     assert chosen.manifest is not None
-    if each.half is None:
+    own = path.rpartition("/")[2] if path.startswith(f"{SHARDS_FOLDER}/") else path
+    if each.half is None and not (each is chosen and each.partial):
         return f"{each.name}: it cannot be gone on from"
-    if each is chosen and path == PROGRESS_FILE:
+    if each is chosen and own == PROGRESS_FILE:
         return "the counts of what was asked for and produced, which begin anew"
+    if each is chosen and own == CONSUMER_FILE:
+        return "what the weights have seen of that rank"
     if each is chosen:
         return f"this file: it is left out, and the trainer must get it from elsewhere ({each.name})"
     return f"nothing that was needed: {chosen.name} was taken, and not {each.name}"

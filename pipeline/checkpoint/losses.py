@@ -46,6 +46,10 @@ class Salvaged(msgspec.Struct, frozen=True, kw_only=True):
     generations_unusable: int
     left_out: dict[str, str] = {}
     """Files of the generation that are not whole and did not come along, and why: a resume does not have them."""
+    ranks: list[int] = []
+    """Finished groups of each rank; empty for the pipeline of one process."""
+    ranks_lost: list[int] = []
+    """Ranks of which nothing says what the weights have seen, and which begin without any group."""
 
     @property
     def whole(self) -> bool:

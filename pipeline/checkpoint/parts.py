@@ -22,17 +22,18 @@ class PartLayout(Layout):
     """A run's folder as one rank wrote it: its journals alone, and not those of lives that had shared everything out
     anew after a generation which is gone back to."""
 
-    def __init__(self, layout: Layout, rank: int, newest: int, run_tag: int) -> None:
+    def __init__(self, layout: Layout, rank: int, newest: int, run_tag: int, before: int = sys.maxsize) -> None:
         """Args:
         layout: the folder's.
         rank: whose part it is.
         newest: the incarnation that committed the generation.
         run_tag: the run's tag.
+        before: an incarnation from which on, as others say, everything had been shared out anew.
         """
         super().__init__(layout.directory)
-        self._rank, self._before = rank, sys.maxsize
+        self._rank, self._before = rank, before
         for name in super().list_journals():
-            if name.rank == rank and name.incarnation > newest and _inherits(name, run_tag):
+            if name.rank == rank and newest < name.incarnation < before and _inherits(name, run_tag):
                 self._before = name.incarnation
                 break
 

@@ -10,6 +10,7 @@ finished is kept, and what was in flight is run again. Which items were claimed 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 from pipeline.checkpoint.draws import Draws
 from pipeline.checkpoint.fold import ProducerFold
@@ -18,18 +19,29 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.remains import Hole, missing_journal, read_remains
 from pipeline.ledger import ConsumerHalf
 from pipeline.records import Claimed, Dropped, Evaluated, Feedback, Inherited, Opened
+from pipeline.sampler import Sampler
 from pipeline.store.journal import JournalPosition, Logged
 from pipeline.store.layout import JournalName, Layout
 
-Key = tuple[int, int]
+Key: TypeAlias = tuple[int, int]
+Capped: TypeAlias = tuple[int, int, int]
 
 
 class Rescue(ProducerFold):
     """The fold over journals with holes."""
 
-    def __init__(self, half: ConsumerHalf, line: Manifest, seed: int, discarded: list[tuple[int, int, int]]) -> None:
-        super().__init__(half, (), seed=seed, line=line, discarded=discarded)
-        self.draws = Draws(line, seed)
+    def __init__(
+        self,
+        half: ConsumerHalf,
+        line: Manifest,
+        seed: int,
+        discarded: list[Capped],
+        *,
+        sampler: Sampler | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        super().__init__(half, (), seed=seed, line=line, discarded=discarded, sampler=sampler)
+        self.draws = draws or Draws(line, seed)
         self.feedback: list[Feedback] = []
         self.holes: list[tuple[Hole, int]] = []
         """Each with the number of events after it that had to be left out."""
@@ -105,22 +117,60 @@ def rescue(
     Raises:
         NewerFormat: a journal was written by a newer version.
     """
-    promised = _promised([line, *others])
-    names = {(name.incarnation, name.rank): name for name in layout.list_journals()}
-    opened = [first for name in names.values() if (first := _first(name, run_tag)) is not None]
-    seeds = [first.seed for first in opened]
-    caps = find_line(layout, run_tag, line, discard=True).discarded if discard else _caps(line, opened)
-    fold = Rescue(half, line, line.options.get("seed", seeds[0] if seeds else 0), caps)
-    lives = {incarnation for incarnation, _ in names.keys() | promised.keys()}
-    gone = {(life, 0) for life in range(1, max(lives, default=0)) if life not in lives}
-    for key in sorted({*names, *promised, *gone}):
-        if key[0] >= line.base:
-            for each in _read(layout, run_tag, key, names.get(key), promised.get(key)):
-                if isinstance(each, Hole):
-                    fold.hole(each)
-                else:
-                    fold.apply(each)
+    journals = Journals.of(layout, run_tag, line, others)
+    fold = Rescue(half, line, journals.seed, journals.caps(discard=discard))
+    lives = {incarnation for incarnation, _ in journals.names.keys() | journals.promised.keys()}
+    journals.read_into(fold, {(life, 0) for life in range(1, max(lives, default=0)) if life not in lives})
     return fold
+
+
+class Journals(NamedTuple):
+    """The journals that may count for a generation, and what is said of them.
+
+    Attributes:
+        layout: the damaged run's paths.
+        run_tag: its tag.
+        line: the generation's manifest.
+        promised: how long journals must be.
+        names: those that are there.
+        opened: the first events of these, as far as they can be read.
+    """
+
+    layout: Layout
+    run_tag: int
+    line: Manifest
+    promised: dict[Key, JournalPosition]
+    names: dict[Key, JournalName]
+    opened: list[Opened]
+
+    @classmethod
+    def of(cls, layout: Layout, run_tag: int, line: Manifest, others: list[Manifest]) -> Journals:
+        """Look at them. Blocks."""
+        names = {(name.incarnation, name.rank): name for name in layout.list_journals()}
+        opened = [first for name in names.values() if (first := _first(name, run_tag)) is not None]
+        return cls(layout, run_tag, line, _promised([line, *others]), names, opened)
+
+    @property
+    def seed(self) -> int:
+        """The run's."""
+        seed: int = self.line.options.get("seed", self.opened[0].seed if self.opened else 0)
+        return seed
+
+    def caps(self, *, discard: bool) -> list[Capped]:
+        """Return the last event that counts, of each journal of which not all do."""
+        if discard:
+            return find_line(self.layout, self.run_tag, self.line, discard=True).discarded
+        return _caps(self.line, self.opened)
+
+    def read_into(self, fold: Rescue, gone: set[Key]) -> None:
+        """Fold them; ``gone``: what must have been there too. Blocks."""
+        for key in sorted({*self.names, *self.promised, *gone}):
+            if key[0] >= self.line.base:
+                for each in _read(self.layout, self.run_tag, key, self.names.get(key), self.promised.get(key)):
+                    if isinstance(each, Hole):
+                        fold.hole(each)
+                    else:
+                        fold.apply(each)
 
 
 def look_beyond(layout: Layout, run_tag: int, line: Manifest) -> tuple[int, list[Feedback]]:
@@ -149,7 +199,7 @@ def _promised(manifests: list[Manifest]) -> dict[Key, JournalPosition]:
     return found
 
 
-def _caps(line: Manifest, opened: list[Opened]) -> list[tuple[int, int, int]]:
+def _caps(line: Manifest, opened: list[Opened]) -> list[Capped]:
     """Return the last event that counts, of each journal of which not all do."""
     positions = {(each.incarnation, each.rank): each.sequence for each in line.journals}
     caps = last_counted(opened, positions)

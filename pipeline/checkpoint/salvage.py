@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from pipeline.checkpoint.gathering import Gathered, gather, generation_losses, segment_losses
+import msgspec
+
+from pipeline.checkpoint.gathering import Gathered, generation_losses, segment_losses
 from pipeline.checkpoint.losses import Loss, Salvaged
+from pipeline.checkpoint.new_ranks import WrittenRanks, write_ranks
 from pipeline.checkpoint.new_run import Written, write_run
+from pipeline.checkpoint.rank_gathering import gather_parts
 from pipeline.checkpoint.survey import Candidate, choose_whole, survey
 from pipeline.errors import ConfigError, ForebayError, WriteFailed
 from pipeline.store.files import FilesLike, OsFiles
@@ -41,6 +46,10 @@ def salvage(
     are run again. Results of evaluations do not come along, as with a fork. No other process may write in the damaged
     run meanwhile.
 
+    Of a pipeline of several ranks the new run is one of as many, and each group stays with its rank. Draws keep their
+    numbers: those of which no event tells any more are run from the start. If no generation says what the weights have
+    seen of all ranks, the newest is taken in which some do, and the others begin without any group.
+
     Args:
         directory: the damaged run's.
         target: where the new run goes; absent or empty. Nothing in it is shared with the damaged run.
@@ -64,43 +73,51 @@ def salvage(
 def _salvaged(layout: Layout, new: Layout, named: Layout, step: int | None, files: FilesLike) -> Salvaged:
     run, candidates, losses = survey(layout)
     chosen = choose_whole(candidates, step, layout.directory)
-    gathered = gather(layout, run.tag, run.run_id, chosen, candidates)
-    losses += [*generation_losses(layout, candidates, chosen), *gathered.losses]
+    told = _Told(layout, named, chosen, candidates, losses)
     try:
-        written = write_run(layout, run.tag, chosen, gathered, new, files, named.directory)
+        gathered = gather_parts(layout, run.tag, run.run_id, chosen, candidates)
+        parts = gathered.parts
+        if not chosen.ranks:
+            return told.of(parts, write_run(layout, run.tag, chosen, parts[0], new, files, named.directory))
+        written = write_ranks(layout, run.tag, chosen, parts, new, files, named.directory)
+        return msgspec.structs.replace(told.of(parts, written), ranks=written.groups, ranks_lost=gathered.lost)
     except ForebayError:
         raise
     except OSError as error:
         raise WriteFailed(f"{new.directory}: could not be written: {error}. Remove it, and try again") from error
-    return _told(layout.directory, named, chosen, candidates, gathered, written, losses)
 
 
-def _told(
-    directory: str,
-    new: Layout,
-    chosen: Candidate,
-    candidates: Sequence[Candidate],
-    gathered: Gathered,
-    written: Written,
-    losses: list[Loss],
-) -> Salvaged:
-    losses = [*losses, *written.losses]
-    losses += segment_losses(Layout(directory), candidates, {loss.path for loss in losses})
-    usable = sum(each.half is not None for each in candidates)
-    return Salvaged(
-        directory=new.directory,
-        run_id=written.run_id,
-        origin=gathered.opened.origin,
-        step=gathered.manifest.step,
-        losses=losses,
-        groups_kept=written.groups,
-        members_kept=written.members,
-        members_again=written.again + sum(each.size for each in gathered.again),
-        items_again=len(gathered.again),
-        generations_usable=usable,
-        generations_unusable=len(candidates) - usable,
-        left_out=chosen.left_out,
-    )
+class _Told(NamedTuple):
+    """What is told of a salvage, whatever it was of."""
+
+    layout: Layout
+    new: Layout
+    chosen: Candidate
+    candidates: Sequence[Candidate]
+    losses: list[Loss]
+    """Of the marker."""
+
+    def of(self, parts: Sequence[Gathered], written: Written | WrittenRanks) -> Salvaged:
+        """Return it: what there was of each process, and what was written."""
+        layout, chosen, candidates = self.layout, self.chosen, self.candidates
+        losses = [*self.losses, *generation_losses(layout, candidates, chosen)]
+        losses += [*(loss for each in parts for loss in each.losses), *written.losses]
+        losses += segment_losses(layout, candidates, {loss.path for loss in losses})
+        usable = sum(each.half is not None for each in candidates)
+        return Salvaged(
+            directory=self.new.directory,
+            run_id=written.run_id,
+            origin=parts[0].opened.origin,
+            step=parts[0].manifest.step,
+            losses=losses,
+            groups_kept=written.groups if isinstance(written, Written) else sum(written.groups),
+            members_kept=written.members,
+            members_again=written.again + sum(claim.size for each in parts for claim in each.again),
+            items_again=sum(len(each.again) for each in parts),
+            generations_usable=usable,
+            generations_unusable=len(candidates) - usable,
+            left_out=chosen.left_out,
+        )
 
 
 def check_target(source: str, target: str) -> None:

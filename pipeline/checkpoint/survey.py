@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.checkpoint.generations import KINDS
-from pipeline.checkpoint.halves import read_half
+from pipeline.checkpoint.halves import joined_halves, read_half
 from pipeline.checkpoint.lines import PRODUCER_FILE, read_inherited
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import (
@@ -23,9 +24,11 @@ from pipeline.checkpoint.manifest import (
     PROGRESS_FILE,
     REPLAY,
     REPLAY_BUFFER,
+    SHARDS_FOLDER,
     FileInfo,
     Manifest,
     decode_manifest,
+    shard_prefix,
 )
 from pipeline.checkpoint.trainer_state import check_file
 from pipeline.errors import Damaged, NewerFormat, NotARun, StoreError, UsageError
@@ -36,6 +39,14 @@ from pipeline.store.files import open_plain
 from pipeline.store.layout import Layout, RunFile
 
 _NAME = re.compile(r"\d+")
+
+
+class RankHalf(NamedTuple):
+    """What one of several ranks wrote of a generation, as far as it can be read."""
+
+    half: ConsumerHalf | None
+    progress: Progress | None
+    unknown: dict[str, Any]
 
 
 class Candidate(NamedTuple):
@@ -52,12 +63,20 @@ class Candidate(NamedTuple):
     """What is to be drawn again, of a generation without its buffer."""
     faults: dict[str, str]
     """What is wrong, by path in the generation's folder."""
+    ranks: Sequence[RankHalf] = ()
+    """Of a pipeline of several ranks, what each wrote; ``half`` is then what all of them say together."""
 
     @property
     def left_out(self) -> dict[str, str]:
         """The trainer's files that are not whole, and why."""
         own = (MANIFEST_FILE, CONSUMER_FILE, PROGRESS_FILE, PRODUCER_FILE)
-        return {path: why for path, why in self.faults.items() if path not in own}
+        faults = self.faults.items()
+        return {path: why for path, why in faults if path not in own and not path.startswith(f"{SHARDS_FOLDER}/")}
+
+    @property
+    def partial(self) -> bool:
+        """Whether some ranks, if not all, say what the weights have seen."""
+        return any(each.half is not None for each in self.ranks)
 
     @property
     def whole(self) -> bool:
@@ -89,11 +108,7 @@ def survey(layout: Layout) -> Survey:
     """
     found = _manifests(layout)
     for _, folder, manifest in found:
-        if isinstance(manifest, Manifest) and manifest.kind == PIPELINE_RANKS:
-            raise UsageError(
-                f"{folder}: of a pipeline of several ranks; resume(step=...) goes on from an older generation of it"
-            )
-        if isinstance(manifest, Manifest) and manifest.kind != PIPELINE:
+        if isinstance(manifest, Manifest) and manifest.kind not in (PIPELINE, PIPELINE_RANKS):
             rows = "; pipeline.tools.salvage_run takes the rows that are whole" if manifest.kind == REPLAY else ""
             rows = "; resume(allow_partial=True) without what is damaged" if manifest.kind in OF_SHARDS else rows
             raise UsageError(
@@ -109,7 +124,8 @@ def survey(layout: Layout) -> Survey:
 
 
 def choose_whole(candidates: list[Candidate], step: int | None, where: str) -> Candidate:
-    """Return the newest generation with a whole trainer, or else the newest that says what the weights have seen.
+    """Return the newest generation with a whole trainer, or else the newest that says what the weights have seen; of
+    several ranks, if none does, the newest in which some ranks do.
 
     Raises:
         StoreError: there is none of ``step``.
@@ -119,7 +135,7 @@ def choose_whole(candidates: list[Candidate], step: int | None, where: str) -> C
     if step is not None and not asked:
         steps = sorted({each.manifest.step for each in candidates if each.manifest is not None})
         raise StoreError(f"{where}: no generation of step {step} can be read; there are steps {steps}")
-    usable = [each for each in asked if each.half is not None]
+    usable = [each for each in asked if each.half is not None] or [each for each in asked if each.partial]
     if not usable:
         told = "".join(
             f"\n  {each.name}: {'; '.join(each.faults.values())}" for each in (candidates if step is None else asked)
@@ -128,7 +144,7 @@ def choose_whole(candidates: list[Candidate], step: int | None, where: str) -> C
             f"{where}: no generation says what the weights have seen, so there is nothing that rollouts could be "
             f"added to. Restore one of them from a copy:{told or ' there is none'}"
         )
-    return ([each for each in usable if each.whole] or usable)[-1]
+    return ([each for each in usable if not each.left_out] or usable)[-1]
 
 
 def _manifests(layout: Layout) -> list[tuple[int, str, Manifest | str]]:
@@ -206,6 +222,8 @@ def _examine(run_id: str, number: int, folder: str, read: Manifest | str) -> Can
     if read.generation != number:
         return nothing._replace(faults={MANIFEST_FILE: f"{path}: says generation {read.generation}; renamed?"})
     faults = {info.path: why for info in read.files if (why := _fault(folder, info)) is not None}
+    if read.kind == PIPELINE_RANKS:
+        return _of_ranks(nothing._replace(manifest=read, faults=faults), read)
     half = _read(faults, CONSUMER_FILE, lambda: read_half(folder)[0])
     progress = _read(faults, PROGRESS_FILE, lambda: _read_progress(os.path.join(folder, PROGRESS_FILE)))
     inherited = None
@@ -214,6 +232,31 @@ def _examine(run_id: str, number: int, folder: str, read: Manifest | str) -> Can
         half = half if inherited is not None else None
     known, unknown = progress or (None, {})
     return Candidate(number, folder, read, half, known, unknown, inherited, faults)
+
+
+def _of_ranks(found: Candidate, manifest: Manifest) -> Candidate:
+    """Return a generation that several ranks wrote."""
+    listed = {info.path for info in manifest.files}
+    ranks = []
+    for rank in range(manifest.world_size):
+        prefix, folder = shard_prefix(rank), os.path.join(found.folder, shard_prefix(rank))
+        for name in (CONSUMER_FILE, PROGRESS_FILE):
+            if prefix + name not in listed:
+                found.faults[prefix + name] = f"{folder}{name}: the manifest does not list it"
+        half = _read(found.faults, prefix + CONSUMER_FILE, lambda folder=folder: read_half(folder)[0])
+        path = os.path.join(folder, PROGRESS_FILE)
+        known, unknown = _read(found.faults, prefix + PROGRESS_FILE, lambda path=path: _read_progress(path)) or (
+            None,
+            {},
+        )
+        ranks.append(RankHalf(half, known, unknown))
+    path = os.path.join(found.folder, PROGRESS_FILE)
+    known, unknown = _read(found.faults, PROGRESS_FILE, lambda: _read_progress(path)) or (None, {})
+    halves = [each.half for each in ranks if each.half is not None]
+    whole = bool(ranks) and len(halves) == len(ranks)
+    return found._replace(
+        half=joined_halves(halves) if whole else None, progress=known, unknown=unknown, ranks=tuple(ranks)
+    )
 
 
 def _read(faults: dict[str, str], path: str, read: Any) -> Any:

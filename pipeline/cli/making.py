@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
-from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS, TRAJECTORIES
 from pipeline.cli.terminal import USAGE, Terminal, make_parser, run_command
 from pipeline.cli.words import printable
 from pipeline.errors import UsageError
@@ -60,11 +60,12 @@ def carry_out(name: str, given: argparse.Namespace, do: Callable[[Told | None], 
 def lines(made: Made, *, dry: bool) -> Iterator[str]:
     """Yield what is printed for a person."""
     yield f"{made.directory}: {'would be ' if dry else ''}{made.kind}, step {made.step}"
-    what = {TRAJECTORIES: "trajectories", PIPELINE: "groups"}.get(made.kind, "episodes")
+    what = {TRAJECTORIES: "trajectories", PIPELINE: "groups", PIPELINE_RANKS: "groups"}.get(made.kind, "episodes")
     rows = "rollouts" if what == "groups" else "rows"
     yield f"  holds     {made.units} {what}, {made.rows} {rows}, {made.bytes} bytes"
-    if made.kind == SHARDS:
-        yield f"  ranks     {len(made.shards)}; rows of each: {', '.join(map(str, made.shards))}"
+    if made.kind in (SHARDS, PIPELINE_RANKS):
+        each = rows if made.kind == SHARDS else what
+        yield f"  ranks     {len(made.shards)}; {each} of each: {', '.join(map(str, made.shards))}"
     if made.linked:
         yield f"  linked    {made.linked} bytes, of files that the source has too"
     if made.renumbered:

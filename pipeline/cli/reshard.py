@@ -1,4 +1,4 @@
-"""``forebay reshard RUN --to N --out OUT``: a buffer for another number of ranks."""
+"""``forebay reshard RUN --to N --out OUT``: a run for another number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DESCRIPTION = """\
 Write the buffer of transitions of one process, or of M ranks, as that of N ranks, each of which then takes its own part
 back. The plan is that of resume() on N ranks: whole episodes, the oldest first, each to the rank that has the fewest
 rows by then. As many ranks as before keep what they have, bit for bit. The run is only read. What the trainer had
-attached comes along.
+attached comes along. Of a pipeline, all that was claimed and has not ended is shared out likewise, by turns.
 """
 
 

@@ -17,9 +17,9 @@ from pipeline.tools.salvaging import SalvagedBuffer, SalvagedRows, SalvagedShard
 
 DONE = 0
 DESCRIPTION = """\
-Write everything that is whole of a damaged run into a new run, and list what is not: of a run of rollouts, or of a
-buffer of transitions (of all its shards) or trajectories. The damaged run is only read; no other process may write in
-it meanwhile. The new one appears when it is complete.
+Write everything that is whole of a damaged run into a new run, and list what is not: of a run of rollouts, of one
+process or of ranks, or of a buffer of transitions (of all its shards) or trajectories. The damaged run is only read; no
+other process may write in it meanwhile. The new one appears when it is complete.
 """
 EXAMPLE = "forebay salvage runs/a runs/a-salvaged --dry-run"
 EXITS = """\
@@ -112,7 +112,12 @@ def _rollouts(found: Salvaged) -> list[tuple[str, str]]:
     again = (
         f"{counted(found.members_again, 'member')} to be run again; {counted(found.items_again, 'item')} from the start"
     )
-    return [("kept", kept), ("again", again)]
+    shown = [("kept", kept), ("again", again)]
+    if found.ranks:
+        ranks = ", ".join(f"{rank}: {groups:,}" for rank, groups in enumerate(found.ranks))
+        lost = "".join(f"; what the weights have seen of rank {rank} is lost" for rank in found.ranks_lost)
+        shown.insert(1, ("ranks", ranks + lost))
+    return shown
 
 
 def _show_loss(out: Terminal, number: int, loss: Loss) -> None:

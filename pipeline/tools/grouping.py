@@ -93,7 +93,7 @@ class _Writer:
         """Write the rest."""
         every, places, first = self._every, self._places, self._every.runs[0]
         inherited = self._inherited()
-        seed = first.gathered.fold.sampler.seed
+        seed = first.seed
         host, process, wall = socket.gethostname(), os.getpid(), time.time()
         opened = Opened(1, 0, -1, made.step, made.step, seed, host, process, wall)
         wrote = self._segments.finish(wall, self._tool, [opened, inherited])
@@ -143,11 +143,7 @@ class _Writer:
             task.tokens += item.tokens
             task.reward_sum += item.rewards
             task.reward_count += finished
-        shares = {
-            name: share
-            for run in reversed(self._every.runs)
-            for name, share in run.gathered.fold.sampler.mixture.shares.items()
-        }
+        shares = {name: share for run in reversed(self._every.runs) for name, share in run.shares.items()}
         return Inherited(
             self._items,
             {},

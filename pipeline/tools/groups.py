@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.checkpoint.gathering import Gathered, gather
+from pipeline.checkpoint.fold import pending_batches
+from pipeline.checkpoint.gathering import Gathered
 from pipeline.checkpoint.generations import check_generation
 from pipeline.checkpoint.lines import discards
 from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE, MadeOf
+from pipeline.checkpoint.rank_gathering import gather_parts
 from pipeline.checkpoint.survey import survey
 from pipeline.errors import ConfigError, Damaged
 from pipeline.ledger import BUFFERED, FINISHED, LEASED, Entry
@@ -35,7 +37,7 @@ UID_FILE, ORDER_FILE = "origin/uid.int64", "origin/order.int64"
 
 
 class Groups:
-    """The finished groups of one run."""
+    """The finished groups of one run, of all its ranks if there are several."""
 
     def __init__(self, source: Source) -> None:
         """Raises:
@@ -52,17 +54,19 @@ class Groups:
                 option="runs",
             )
         check_generation(source.stored)
-        self.gathered = _gathered(source)
-        fold = self.gathered.fold
-        entries = sorted(fold.ledger.entries.values(), key=lambda entry: entry.uid)
+        gathered = _gathered(source)
+        folds = [part.fold for part in gathered]
+        entries = sorted((entry for fold in folds for entry in fold.ledger.entries.values()), key=_uid)
         self.entries = [entry for entry in entries if entry.state in (BUFFERED, LEASED)]
         self.unfinished = len(entries) - len(self.entries)
-        self.places = fold.places.places
+        self.seed = folds[0].sampler.seed
+        self.shares = {name: share for fold in folds for name, share in fold.sampler.mixture.shares.items()}
+        self.places = {uid: members for fold in folds for uid, members in fold.places.places.items()}
         self.reader = PayloadReader(source.layout, source.tag)
         self.parts = [source.part()]
         self.part: Ints = np.zeros(len(self.entries), np.int64)
         self.number: Ints = np.array([entry.uid for entry in self.entries], np.int64)
-        self.order: Ints = np.array([entry.order for entry in self.entries], np.int64)
+        self.order: Ints = np.array(_orders(gathered, self.entries), np.int64)
         if PART_FILE in there and KEY_FILE in there:
             self._made_of(list(manifest.made_of))
 
@@ -100,15 +104,34 @@ class Groups:
         return found
 
 
-def _gathered(source: Source) -> Gathered:
+def _uid(entry: Entry) -> int:
+    return entry.uid
+
+
+def _orders(gathered: Sequence[Gathered], entries: Sequence[Entry]) -> list[int]:
+    """Return where groups stand in the order in which they are handed out. That of several ranks is the one in which a
+    resume on one would hand them out: as they were drawn, but first what is to be handed out again."""
+    if len(gathered) == 1:
+        return [entry.order for entry in entries]
+    again = set()
+    for part in gathered:
+        leases = sorted(part.half.leases, key=lambda lease: lease.step)
+        for lease in pending_batches(part.fold.ledger, leases, part.fold.hints, part.half.step):
+            again.update(lease.uids)
+    stood = sorted(range(len(entries)), key=lambda at: (entries[at].uid not in again, entries[at].uid))
+    places = dict(zip(stood, range(1, len(entries) + 1), strict=True))
+    return [places[at] for at in range(len(entries))]
+
+
+def _gathered(source: Source) -> list[Gathered]:
     _, candidates, _ = survey(source.layout)
     number = source.stored.manifest.generation
     chosen = next(each for each in candidates if each.manifest is not None and each.number == number)
     faults = list(chosen.faults.values())
     if chosen.half is not None and not faults:
         discard = discards(source.stored.manifest)
-        found = gather(source.layout, source.tag, source.run_id, chosen, candidates, discard=discard)
-        faults = [loss.what for loss in found.losses]
+        found = gather_parts(source.layout, source.tag, source.run_id, chosen, candidates, discard=discard).parts
+        faults = [loss.what for part in found for loss in part.losses]
         if not faults:
             return found
     raise Damaged(f"{faults[0] if faults else source.directory}. forebay salvage makes a run of what is whole")

@@ -20,7 +20,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
     """Transitions; of groups, their rollouts."""
     shards: list[int] = []
-    """Rows of each rank, if ranks have it."""
+    """Rows of each rank, if ranks have it; of a pipeline, finished groups."""
     bytes: int = 0
     """Of payloads; on a dry run, of those that they would be copied from."""
     linked: int = 0

@@ -44,7 +44,7 @@ def merge(
 
     Args:
         runs: folders of runs: buffers of transitions, of one process or of ranks; or buffers of trajectories; or
-            pipelines, of which the finished groups come that were not trained yet.
+            pipelines, of one process or of ranks, of which the finished groups come that were not trained yet.
         out: where the new run goes; absent, or an empty folder. There is nothing before all of it is there.
         dry_run: only say what would be written.
         told: told how many bytes are done, and of how many.

@@ -1,4 +1,4 @@
-"""Resharding: a buffer of transitions for another number of ranks, without any rank."""
+"""Resharding: a run for another number of ranks, without any rank; here, a buffer of transitions."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pipeline.checkpoint.listed import HEADLESS, OPEN
 from pipeline.checkpoint.manifest import (
     BLOCKS_FILE,
     OWN_FOLDER,
+    PIPELINE,
+    PIPELINE_RANKS,
     REPLAY,
     SHARDS,
     FileInfo,
@@ -42,6 +44,7 @@ from pipeline.tools.kept_rows import RowsOnDisk, check_movable
 from pipeline.tools.linking import life_after, related_run, take_segments
 from pipeline.tools.made import Made
 from pipeline.tools.output import GrowingFile, Output, Outputs, Told
+from pipeline.tools.resharding_groups import reshard_groups
 from pipeline.tools.routing import check_count
 from pipeline.tools.scattered import Heap, Packed, ScatteredRows
 from pipeline.tools.sources import KINDS, Source, open_source
@@ -64,24 +67,24 @@ def reshard(
     told: Told | None = None,
     files: FilesLike | None = None,
 ) -> Made:
-    """Write a buffer of transitions anew, for ``to`` ranks: each then takes its own part back, as if they had saved it.
-    Blocks; the run is only read.
+    """Write a buffer of transitions, or a pipeline, anew, for ``to`` ranks: each then takes its own part back, as if
+    they had saved it. Blocks; the run is only read.
 
     ::
 
         reshard("runs/a", "runs/b", to=16)  # then ReplayBuffer(..., directory="runs/b", ranks=...) on 16 ranks
 
-    The plan is that of ``resume()`` on another number of ranks. As many ranks as before keep their shards as they are,
-    by link where that can be. What the trainer had attached comes along.
+    The plan is that of ``resume()`` on another number of ranks. As many ranks as before keep what they have. What the
+    trainer had attached comes along. Of a pipeline everything does that was claimed and has not ended.
 
     Args:
-        run: the run of a ``ReplayBuffer``, of ranks or of one process.
+        run: the run of a ``ReplayBuffer`` or of a ``Pipeline``, of ranks or of one process.
         out: where the new run goes; absent or empty.
         to: how many ranks there will be.
         step: take the newest generation of this step.
-        capacity: how many rows a rank has room for; None: for all that come to it.
-        evict_oldest: whether the oldest episodes go where there is no room for all.
-        rebalance: whether episodes are shared out anew though there are as many ranks as before.
+        capacity: of a buffer: how many rows a rank has room for; None: for all that come to it.
+        evict_oldest: of a buffer: whether the oldest episodes go where there is no room for all.
+        rebalance: whether everything is shared out anew though there are as many ranks as before.
         dry_run, told, files: as :func:`~pipeline.tools.merge` takes them.
 
     Raises:
@@ -90,15 +93,28 @@ def reshard(
     """
     check_count("to", to, 1)
     source = open_source(run, step)
-    if source.kind not in (REPLAY, SHARDS):
-        raise ConfigError(f"{source.directory}: the run of {KINDS[source.kind]}; ranks share transitions", option="run")
     outputs = Outputs([os.fspath(out)], TOOL, files)
     outputs.check([source.directory])
+    _check_kind(source, capacity, evict=evict_oldest)
+    if source.kind in (PIPELINE, PIPELINE_RANKS):
+        return reshard_groups(source, outputs, to, rebalance=rebalance, dry_run=dry_run, told=told)
     check_generation(source.stored)  # what the trainer had attached comes along as it lies there
     if source.kind == SHARDS and source.stored.manifest.world_size == to and not rebalance:
         return _as_it_was(source, outputs, dry_run=dry_run)
     job = Job(source, _shards(source), to, capacity, rebalance=rebalance, evict=evict_oldest)
     return job.told(outputs.each[0].directory) if dry_run else job.made(outputs, told)
+
+
+def _check_kind(source: Source, capacity: int | None, *, evict: bool) -> None:
+    kind = KINDS.get(source.kind, source.kind)
+    if source.kind in (PIPELINE, PIPELINE_RANKS):
+        for option, given in (("capacity", capacity is not None), ("evict_oldest", evict)):
+            if given:
+                text = f"{source.directory}: the run of {kind}, whose ranks hold all that was drawn; leave it out"
+                raise ConfigError(text, option=option)
+    elif source.kind not in (REPLAY, SHARDS):
+        text = f"{source.directory}: the run of {kind}; ranks share transitions and rollouts"
+        raise ConfigError(text, option="run")
 
 
 def _shards(source: Source) -> list[ShardOnDisk]:

@@ -81,10 +81,10 @@ def salvage_run(
 ) -> Salvaged | SalvagedBuffer:
     """Write everything that is whole of a damaged run into a new run; the damaged run is only read. Blocks.
 
-    Of a run of rollouts see :func:`pipeline.checkpoint.salvage`. Of a buffer of transitions the rows of whole blocks
-    come along, with their priorities, and of a buffer of trajectories those that are whole; they are in memory
-    meanwhile. Of the buffer of several ranks the rows of whole blocks come along, for as many ranks, a bounded part of
-    them in memory.
+    Of a run of rollouts, of one process or of ranks: :func:`pipeline.checkpoint.salvage`. Of a buffer of transitions
+    the rows of whole blocks come along, with their priorities, and of a buffer of trajectories those that are whole;
+    they are in memory meanwhile. Of the buffer of several ranks the rows of whole blocks come along, for as many ranks,
+    a bounded part of them in memory.
 
     Args:
         directory: the damaged run's.
@@ -97,8 +97,8 @@ def salvage_run(
     Raises:
         ConfigError: ``target`` holds something, or lies inside the damaged run.
         NotARun: there is no run in ``directory``.
-        UsageError: it is a run that cannot be salvaged: of a pipeline of several ranks, of rollouts that fill a buffer,
-            or of a buffer whose rows lie in another way; the message says what to do instead.
+        UsageError: it is a run that cannot be salvaged: of rollouts that fill a buffer, or of a buffer whose rows lie
+            in another way; the message says what to do instead.
         Damaged: no generation can be gone on from.
         WriteFailed: the new run could not be written.
     """

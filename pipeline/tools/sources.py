@@ -12,10 +12,10 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
 from pipeline.checkpoint.generations import Stored, choose, find_generations
-from pipeline.checkpoint.manifest import PIPELINE, REPLAY, SHARDS, TRAJECTORIES, MadeOf
+from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, REPLAY, SHARDS, TRAJECTORIES, MadeOf
 from pipeline.errors import ConfigError, NotARun
 from pipeline.store.layout import Layout
-from pipeline.tools.target import not_of_ranks
+from pipeline.tools.target import not_trajectories_of_ranks
 
 Ints = np.ndarray
 Path: TypeAlias = str | os.PathLike[str]
@@ -23,10 +23,14 @@ Paths: TypeAlias = Path | Sequence[Path]
 """One folder, or several."""
 KINDS = {
     PIPELINE: "a pipeline",
+    PIPELINE_RANKS: "a pipeline of ranks",
     REPLAY: "a replay buffer",
     SHARDS: "a buffer of ranks",
     TRAJECTORIES: "a buffer of trajectories",
 }
+
+
+_OF_ONE = {SHARDS: REPLAY, PIPELINE_RANKS: PIPELINE}
 
 
 class Source(NamedTuple):
@@ -63,7 +67,7 @@ def open_source(directory: str | os.PathLike[str], step: int | None = None) -> S
         NotARun: there is no run.
         StoreError: there is no such generation.
         Damaged: its manifest is.
-        UsageError: it is of a pipeline of several ranks.
+        UsageError: it is of trajectories that several ranks have.
     """
     path = os.fspath(directory)
     layout = Layout(path)
@@ -71,7 +75,7 @@ def open_source(directory: str | os.PathLike[str], step: int | None = None) -> S
     if run is None:
         raise NotARun(f"{path}: there is no run of forebay")
     stored = choose(find_generations(layout, run.run_id), step, path)
-    not_of_ranks(stored.manifest, path)
+    not_trajectories_of_ranks(stored.manifest, path)
     return Source(path, layout, run.run_id, run.tag, stored)
 
 
@@ -81,12 +85,12 @@ def each_of(paths: Paths) -> list[str]:
 
 
 def of_one_kind(sources: Sequence[Source]) -> str:
-    """Return the kind that all sources have, buffers of ranks and of one process being one.
+    """Return the kind that all sources have, what is of ranks and what is of one process being one.
 
     Raises:
         ConfigError: they differ.
     """
-    kinds = [REPLAY if each.kind == SHARDS else each.kind for each in sources]
+    kinds = [_OF_ONE.get(each.kind, each.kind) for each in sources]
     for source, kind in zip(sources, kinds, strict=True):
         if kind not in KINDS:
             raise ConfigError(f"{source.directory}: holds {kind!r}, which this version does not know", option="runs")

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from pipeline.checkpoint.generations import Found, Stored, choose, find_generations
 from pipeline.checkpoint.manifest import (
     MANIFEST_FILE,
-    PIPELINE_RANKS,
     SHARDS_FOLDER,
     TRAJECTORY_SHARDS,
     Manifest,
@@ -49,19 +48,12 @@ class Target(NamedTuple):
         return os.path.lexists(self.layout.run_file)
 
 
-def not_of_ranks(manifest: Manifest, path: str) -> None:
-    """Raise if a generation is of a pipeline of several ranks, or of trajectories that ranks have: only a resume puts
-    these together.
+def not_trajectories_of_ranks(manifest: Manifest, path: str) -> None:
+    """Raise if a generation is of trajectories that ranks have: only a resume puts these together.
 
     Raises:
         UsageError: it is.
     """
-    if manifest.kind == PIPELINE_RANKS:
-        raise UsageError(
-            f"{path}: a run of a pipeline of {manifest.world_size} ranks. Inspect, verify, status, sample and export "
-            "read it; only resume() puts its parts together anew: with Pipeline(..., ranks=) of as many ranks, or of "
-            "others"
-        )
     if manifest.kind == TRAJECTORY_SHARDS:
         raise UsageError(
             f"{path}: a run of trajectories of {manifest.world_size} ranks. Inspect, verify, status, sample and export "

@@ -23,6 +23,7 @@ from pipeline.tools.output import Output
 from tests.support.children import ChildProcess
 from tests.support.disk import ScriptedFiles, no_space
 from tests.support.keeping import digest, merge_and_die, play
+from tests.support.rank_runs import killed
 from tests.support.trajectories import trajectory
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
@@ -49,12 +50,17 @@ def links(source: Path, out: Path, files: FilesLike | None = None) -> None:
     merge([source / "t"], out / "t", files=files)
 
 
+def of_ranks(source: Path, out: Path, files: FilesLike | None = None) -> None:
+    reshard(source / "g", out / "g", 3, files=files)
+
+
 TOOLS: dict[str, tuple[Tool, list[str]]] = {
     "merge": (merges, ["m"]),
     "split": (splits, ["x", "y"]),
     "split by": (parts, ["parts"]),
     "reshard": (reshards, ["r"]),
     "link": (links, ["t"]),
+    "groups": (of_ranks, ["g"]),
 }
 
 
@@ -67,6 +73,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         buffer.resume()
         buffer.add_trajectories([trajectory(number) for number in range(3)])
         buffer.save(1, wait=True)
+    shutil.move(killed(folder / "lives", 2), folder / "g")
+    shutil.rmtree(folder / "lives")
     before = digest(folder)
     yield folder
     assert digest(folder) == before

@@ -1,4 +1,4 @@
-"""What the reading tools say of a run that several ranks have together: what its ranks have, and had."""
+"""What tools say of a run that several ranks have together: what its ranks have, and had."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.checkpoint import status_of
 from pipeline.cli import main
-from pipeline.errors import ConfigError, UsageError
-from pipeline.tools import inspect, merge, sample_run, show_item
+from pipeline.errors import ConfigError
+from pipeline.tools import inspect, sample_run, show_item
 from pipeline.tools.exporting import export
 from tests.faults.test_pipeline_ranks import COUNTS, GROUPS, ITEMS, life
 from tests.support.disk import tree
@@ -127,11 +127,22 @@ def test_groups_of_all_ranks_are_sampled(run: Any) -> None:
     assert {key.key for key in found.keys} >= {"n", "noise", "(reward)"}
 
 
-def test_it_is_still_merged_by_nobody(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, _, _ = run
-    with pytest.raises(UsageError, match="resume"):
-        merge([directory], tmp_path / "out")
+def test_the_commands_read_it(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, size, _ = run
     assert main(["inspect", str(directory), "--item", "0"]) == 0
     assert main(["sample", str(directory), "-n", "3"]) == 0
     assert main(["export", str(directory), str(tmp_path / "out"), "--to", "jsonl", "--dry-run"]) == 0
     capsys.readouterr()
+    work = status_of(str(directory)).work
+    assert work is not None
+    for command, shown in (
+        (["merge", str(directory), "--out", str(tmp_path / "m")], f"  holds     {work.buffered} groups"),
+        (["split", str(directory), "--count", "1", "--out", str(tmp_path / "s")], "  holds     1 groups"),
+        (
+            ["reshard", str(directory), "--to", str(size), "--out", str(tmp_path / "r")],
+            f"  ranks     {size}; groups",
+        ),
+        (["salvage", str(directory), str(tmp_path / "v")], "Nothing was damaged."),
+    ):
+        assert main(command) == 0
+        assert shown in capsys.readouterr().out

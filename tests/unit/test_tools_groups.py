@@ -206,8 +206,8 @@ def test_what_is_refused(tmp_path: Path, two: Path) -> None:
             merge(runs, tmp_path / "m")
     with pytest.raises(ConfigError, match="of groups there are reward, tokens"):
         split(two / "rank_2", tmp_path / "m", where="colour > 1")
-    with pytest.raises(ConfigError, match="ranks share transitions"):
-        reshard(two / "rank_2", tmp_path / "m", 2)
+    with pytest.raises(ConfigError, match="whose ranks hold all that was drawn"):
+        reshard(two / "rank_2", tmp_path / "m", 2, capacity=100)
     shutil.copytree(two / "rank_2", tmp_path / "damaged")
     before = sorted(tmp_path.iterdir())
     path = next((tmp_path / "damaged" / "segments").iterdir())

@@ -339,15 +339,12 @@ def test_what_ranks_have_attached_for_themselves(tmp_path: Path) -> None:
     assert fine(on_ranks(3, partial(live, directory=tmp_path / "anew", step=0))) == [0, 0, 0]
 
 
-def test_pipelines_of_ranks_are_refused_by_name(tmp_path: Path) -> None:
+def test_what_ranks_wrote_of_an_earlier_version_is_merged_split_and_resharded(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, tmp_path / "run", ignore=shutil.ignore_patterns("every_event.fbj"))
     was = digest(tmp_path / "run")
-    why = r"a pipeline of \d+ ranks.*only resume\(\)"
-    with pytest.raises(UsageError, match=why):
-        merge([tmp_path / "run"], tmp_path / "out")
-    with pytest.raises(UsageError, match=why):
-        split(tmp_path / "run", tmp_path / "out", count=1)
-    with pytest.raises(UsageError, match=why):
-        reshard(tmp_path / "run", tmp_path / "out", 2)
-    assert os.listdir(tmp_path) == ["run"]
+    whole = merge([tmp_path / "run"], tmp_path / "merged")
+    parts = split(tmp_path / "run", [tmp_path / "x", tmp_path / "y"], count=1)
+    assert [each.units for each in parts] == [1, whole.units - 1]
+    assert reshard(tmp_path / "run", tmp_path / "out", 3).units == whole.units
+    assert all(verify(str(tmp_path / name)).whole for name in ("merged", "x", "y", "out"))
     assert digest(tmp_path / "run") == was
