@@ -236,9 +236,12 @@ def _examine(run_id: str, number: int, folder: str, read: Manifest | str) -> Can
 
 def _of_ranks(found: Candidate, manifest: Manifest) -> Candidate:
     """Return a generation that several ranks wrote."""
+    if [each.rank for each in manifest.shards] != list(range(len(manifest.shards))) or not manifest.shards:
+        found.faults[MANIFEST_FILE] = f"{found.folder}: does not list a part of each rank from 0 on"
+        return found
     listed = {info.path for info in manifest.files}
     ranks = []
-    for rank in range(manifest.world_size):
+    for rank in range(len(manifest.shards)):
         prefix, folder = shard_prefix(rank), os.path.join(found.folder, shard_prefix(rank))
         for name in (CONSUMER_FILE, PROGRESS_FILE):
             if prefix + name not in listed:
@@ -253,7 +256,7 @@ def _of_ranks(found: Candidate, manifest: Manifest) -> Candidate:
     path = os.path.join(found.folder, PROGRESS_FILE)
     known, unknown = _read(found.faults, PROGRESS_FILE, lambda: _read_progress(path)) or (None, {})
     halves = [each.half for each in ranks if each.half is not None]
-    whole = bool(ranks) and len(halves) == len(ranks)
+    whole = len(halves) == len(ranks) == manifest.world_size
     return found._replace(
         half=joined_halves(halves) if whole else None, progress=known, unknown=unknown, ranks=tuple(ranks)
     )

@@ -84,10 +84,12 @@ def test_the_groups_of_all_ranks_are_merged_into_the_run_of_one_process(run: tup
     assert len({str(noise) for *_, noise in batches}) == len(batches)
 
 
-def test_they_come_in_the_order_in_which_one_rank_would_have_got_them(run: tuple[Path, int], tmp_path: Path) -> None:
+def test_they_stand_in_the_order_in_which_one_rank_would_have_them(run: tuple[Path, int], tmp_path: Path) -> None:
     directory, _ = run
-    made = merge([directory], tmp_path / "merged")
-    merged = [uid for uid, *_ in got(tmp_path / "merged", made.units)]
+    merge([directory], tmp_path / "merged")
+    with Pipeline(tasks(), directory=str(tmp_path / "merged"), watchdog=None, seed=3).sync() as pipe:
+        pipe.resume()
+        merged = pipe.ledger.snapshot()["order"]
     (one,) = found_by(directory, 1)
     assert merged == one["order"]
 
