@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 
-from pipeline import Pipeline
+from pipeline import Context, Item, Pipeline, Ranks, Rollout, Task
 from pipeline.checkpoint import status_of, verify
 from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS
 from pipeline.errors import ConfigError, Damaged
+from pipeline.sync_form import SyncPipeline
 from pipeline.tools import merge, reshard, split
 from pipeline.tools.groups import Groups
 from pipeline.tools.sources import open_source
+from tests.faults.test_pipeline_ranks import on
 from tests.support.disk import Killed, ScriptedFiles
 from tests.support.keeping import digest
 from tests.support.rank_runs import COUNTS, EVERY, Seen, found_by, killed, tasks, trained_to_the_end
 from tests.support.ranked import manifests
+from tests.support.ranks import fine
+from tests.support.runs import numbers, solve
 from tests.support.salvaging import flip
 
 
@@ -92,6 +96,29 @@ def test_they_stand_in_the_order_in_which_one_rank_would_have_them(run: tuple[Pa
         merged = pipe.ledger.snapshot()["order"]
     (one,) = found_by(directory, 1)
     assert merged == one["order"]
+
+
+def test_groups_of_a_batch_that_was_handed_out_stand_first(tmp_path: Path) -> None:
+    async def run(item: Item, ctx: Context) -> Rollout:
+        if item.uid == 1:
+            ctx.park()
+        return await solve(item, ctx)
+
+    def trains(pipe: SyncPipeline, ranks: Ranks) -> list[int]:
+        batch = pipe.get_batch(6)
+        if ranks.rank == 1:
+            pipe.reward(1, 2.0)  # the oldest of all that are finished, and in no batch
+        return batch.uids
+
+    given = Task("t", source=numbers(48), run=run, shuffle=False)
+    batches = fine(on(2, tmp_path / "run", trains, given=given, concurrency=1))
+    merge([tmp_path / "run"], tmp_path / "merged")
+    with Pipeline(given, directory=str(tmp_path / "merged"), watchdog=None, seed=3).sync() as pipe:
+        pipe.resume()
+        stood = pipe.ledger.snapshot()["order"]
+    first = sorted(uid for uids in batches for uid in uids)
+    assert 1 not in first
+    assert stood[:7] == [*first, 1]
 
 
 def test_what_was_split_and_merged_is_what_it_was(run: tuple[Path, int], tmp_path: Path) -> None:
