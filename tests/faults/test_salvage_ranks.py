@@ -318,7 +318,7 @@ def test_where_nothing_says_what_was_trained_of_a_rank_it_begins_empty(tmp_path:
     assert found.generations_usable == 0
     gone = listed(found)
     trained_to_the_end(tmp_path / "salvaged", 2)  # until one has nothing left
-    count = trained_to_the_end(tmp_path / "salvaged", 2, rebalance=True)
+    count = trained_to_the_end(tmp_path / "salvaged", 1)
     assert max(count.values()) == 1
     assert gone
     assert {uid for uid in range(ITEMS) if uid not in count} <= gone
@@ -372,8 +372,15 @@ def test_a_life_that_had_shared_out_anew_does_not_count_though_a_rank_cannot_say
     assert trained_to_the_end(tmp_path / "salvaged", 2) == EVERY
 
 
-@pytest.mark.parametrize("option", [("after_crash", "discard"), ("order", "strict"), ("strategy", "synchronous")])
-@pytest.mark.parametrize("damage", [early_record, journal_gone, payload])
+@pytest.mark.parametrize(
+    ("option", "damage"),
+    [
+        (option, damage)
+        for option in (("after_crash", "discard"), ("order", "strict"), ("strategy", "synchronous"))
+        for damage in (early_record, journal_gone, payload)
+        if option[0] != "after_crash" or damage is not payload  # at the save perhaps nothing waited
+    ],
+)
 def test_however_the_run_was_made(tmp_path: Path, option: tuple[str, str], damage: Where) -> None:
     options: dict[str, Any] = dict([option])
     directory = killed(tmp_path, 2, 2, **options)
