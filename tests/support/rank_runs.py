@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 
-from pipeline import Context, Item, Pipeline, Ranks, Rollout, Task
+from pipeline import Context, EndOfSource, Item, Pipeline, Ranks, Rollout, Task
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
 from pipeline.sync_form import SyncPipeline
@@ -91,14 +92,15 @@ def live(
 
 def _train(pipe: SyncPipeline, ranks: Ranks, seen: Seen, begun: int, steps: int, more: int) -> None:
     last = begun
-    for batch in pipe.batches(GROUPS, until=begun + steps + more if steps else None):
-        together = ranks.all("trained", [group.uid for group in batch])
-        seen.steps.append(sorted(uid for each in together for uid in each))
-        last = batch.step
-        with pipe.weight_update(version=last):
-            pass
-        if steps and last <= begun + steps and (last - begun) % 2 == 0:
-            pipe.save(last).committed()
+    with suppress(EndOfSource):  # so few may be left that there are not so many steps
+        for batch in pipe.batches(GROUPS, until=begun + steps + more if steps else None):
+            together = ranks.all("trained", [group.uid for group in batch])
+            seen.steps.append(sorted(uid for each in together for uid in each))
+            last = batch.step
+            with pipe.weight_update(version=last):
+                pass
+            if steps and last <= begun + steps and (last - begun) % 2 == 0:
+                pipe.save(last).committed()
     if not steps:
         pipe.save(last).committed()
 
