@@ -24,6 +24,8 @@ from pipeline.errors import ConfigError, RankFailed, RankLost, UsageError
 
 T = TypeVar("T")
 _LINGERS_S = 5.0
+_CONNECTS_S = 20.0
+"""Seconds after which a store that does not answer has ended."""
 _LONGEST_S = 1e6
 
 
@@ -56,11 +58,18 @@ class Connections:
     """Connections to a store, each used by one thread at a time: while one waits, another may look.
 
     They are kept, as a new one takes a while: torch asks the name service for the address, which may be slow to answer.
+    Where the store has ended, torch tries to reach it for twice the store's own timeout, which is half an hour by
+    default: so connections have one of their own.
     """
 
-    def __init__(self, given: KeyStore) -> None:
+    def __init__(self, given: KeyStore, timeout_s: float) -> None:
+        """Args:
+        given: the store; its own timeout stays what it is.
+        timeout_s: seconds after which at the latest it is given up to reach it again.
+        """
         self._given = given
         self._more: Callable[[], KeyStore] | None = getattr(given, "clone", None)
+        self._timeout = timedelta(seconds=max(0.001, min(timeout_s, _CONNECTS_S) / 2))
         self._free: list[KeyStore] = []
         self._lock = threading.Lock()
 
@@ -71,11 +80,18 @@ class Connections:
         with self._lock:
             store = self._free.pop() if self._free else None
         if store is None:
-            store = self._more()
+            store = self._new(self._more)
         done = do(store)
         with self._lock:
             self._free.append(store)
         return done
+
+    def _new(self, more: Callable[[], KeyStore]) -> KeyStore:
+        store = more()
+        if hasattr(store, "set_timeout"):
+            store.set_timeout(self._timeout)
+            self._more = getattr(store, "clone", more)  # what is cloned of it has its timeout
+        return store
 
 
 class Ranks:
@@ -112,7 +128,7 @@ class Ranks:
             raise ConfigError.of("timeout_s", timeout_s, "seconds, more than 0, are needed")
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._given = store
-        self._connections = Connections(store)
+        self._connections = Connections(store, timeout_s)
         self._lost: set[int] = set()
         self._begin(name)
 
@@ -296,9 +312,9 @@ class Ranks:
 
     def forget(self, what: str, number: int, ranks: Sequence[int]) -> None:
         """Remove what ranks told in a round, once nobody is to hear it any more."""
-        for rank in ranks:
-            key = self._key(what, number, rank)
-            with contextlib.suppress(RankLost):  # what is left takes a few bytes
+        with contextlib.suppress(RankLost):  # what is left takes a few bytes
+            for rank in ranks:
+                key = self._key(what, number, rank)
                 self._reach(lambda store, key=key: store.delete_key(key))  # type: ignore[misc]
 
     def post(self, what: str, value: Any) -> None:

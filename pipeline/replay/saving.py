@@ -109,6 +109,7 @@ class SaverOf(Generic[P, F]):
         self._unknown: dict[str, Any] = {}
         self._newest = True  # whether what is resumed is the newest generation
         self._saving: Saving | None = None
+        self._thread: threading.Thread | None = None
         self.loading = Loading()
         """How the next :meth:`find` takes rows back."""
 
@@ -162,6 +163,7 @@ class SaverOf(Generic[P, F]):
         thread = threading.Thread(target=self._write, args=(store, generation, job), name="forebay save")
         try:
             thread.start()
+            self._thread = thread
         except BaseException as error:
             if saving.claim():
                 job.close()
@@ -336,13 +338,15 @@ class SaverOf(Generic[P, F]):
             )
 
     def close(self) -> None:
-        """Wait for what is being written, and give the folder back."""
+        """Wait for what is being written, and until nothing more is to be said of it, and give the folder back."""
         with self.lock:
             try:
                 self.finish()
             finally:
                 # Interrupted before it was done, its thread still writes there: the folder is not given back yet.
                 if self.store is not None and (self._saving is None or self._saving.done):
+                    if self._thread is not None:  # of several ranks it waits until all have heard of the save
+                        self._thread.join()
                     self._closed = self._closed or self.store.opened
                     self.store.close()
 
