@@ -97,7 +97,7 @@ def test_small_runs_that_are_checked_and_merged_print_rows(capsys: pytest.Captur
     assert main(["tools", "--json", "--scale", "0.002", "--folder", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     names = [row["name"] for row in rows]
-    commands = 11 if find_spec("datasets") is None else 15
+    commands = 9 if find_spec("datasets") is None else 13
     assert len(names) == len(set(names)) == 3 + 2 * hasattr(os, "posix_fadvise") + commands * peaks.possible()
     for row in rows:
         assert row["ok"] == (row["ours"] <= row["limit"])
