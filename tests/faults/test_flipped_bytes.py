@@ -16,7 +16,7 @@ from pipeline.checkpoint.lines import Line
 from pipeline.store.frames import EVENTS, Frame, scan
 from pipeline.store.journal import payload_place, read_journals
 from pipeline.store.layout import Layout
-from pipeline.wiring import resuming
+from pipeline.wiring import recovering
 from tests.support.crashes import Trained, begin, crashed_copy, inline_pipeline, lasting, train
 from tests.support.disk import tree
 from tests.support.opening import find, little_memory, told
@@ -75,7 +75,7 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     made = Run(directory, tree(directory), newest, position.bytes, frames, places, synced, [])
     for last in range(len(logged) + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(resuming, "find_line", lambda *_, last=last, **__: Line([(1, 0, last)], frozenset()))
+            patch.setattr(recovering, "find_line", lambda *_, last=last, **__: Line([(1, 0, last)], frozenset()))
             made.prefixes.append(made.look())
     assert made.prefixes[-1] == made.look()
     assert position.sequence == synced < len(logged) - 5

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,32 +12,14 @@ import pytest
 from pipeline import ConfigError, FailFast, Item, Pipeline, Rollout, Task
 from pipeline.errors import ReplyInvalid, RequestRefused, ServerFailed
 from tasks import SequenceSource, chat
-from tasks.chat.growing import Events, Growing, can_go_on
+from tasks.chat.growing import Events, can_go_on
 from tests.support.chat_server import CUT, Said, Stream, called, serving, toy
 from tests.support.children import ChildProcess, child
-from tests.support.continued import BREAK, FIRST_ID, HANG, Model, check, solve
+from tests.support.continued import BREAK, FIRST_ID, HANG, Model, check, heard, solve
 
 pytest.importorskip("openai")
 WORDS = ["hello world", "more"]
 GOES_ON: dict[str, Any] = {"continues": True, "backoff_s": 0.0}
-
-
-@contextmanager
-def heard(monkeypatch: pytest.MonkeyPatch, chunks: int) -> Iterator[anyio.Event]:
-    """An event that is set once a client has taken in so many chunks with tokens."""
-    came, left, take = anyio.Event(), [chunks], Growing.take
-
-    def taken(self: Growing, event: Any) -> None:
-        take(self, event)
-        left[0] -= bool(event["choices"] and event["choices"][0].get("token_ids"))
-        if left[0] == 0:
-            came.set()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Growing, "take", taken)
-        if chunks == 0:
-            came.set()
-        yield came
 
 
 async def one(model: Model, *, run: Any = solve, directory: str | None = None, **options: Any) -> Rollout:

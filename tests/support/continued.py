@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
+import pytest
 
 from pipeline import Item, Rollout
+from tasks.chat.growing import Growing
 from tests.support.chat_server import CUT, Said, Stream
 
 FIRST_ID = 1000
@@ -136,3 +139,21 @@ async def solve(item: Item, ctx: Any) -> Rollout:
     await talk.complete("b")
     made: Rollout = talk.rollout(reward=1.0)
     return made
+
+
+@contextmanager
+def heard(monkeypatch: pytest.MonkeyPatch, chunks: int) -> Iterator[anyio.Event]:
+    """An event that is set once a client has taken in so many chunks with tokens."""
+    came, left, take = anyio.Event(), [chunks], Growing.take
+
+    def taken(self: Growing, event: Any) -> None:
+        take(self, event)
+        left[0] -= bool(event["choices"] and event["choices"][0].get("token_ids"))
+        if left[0] == 0:
+            came.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Growing, "take", taken)
+        if chunks == 0:
+            came.set()
+        yield came
