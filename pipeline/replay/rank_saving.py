@@ -134,9 +134,19 @@ class RankSaverOf(SaverOf[P, F]):
         Raises:
             RankFailed, RankLost: another rank failed, or was not heard from; nothing was changed.
         """
-        found: list[F | None] = []
-        find = super().find
-        self.ranks.together("resume", lambda: found.append(find(step, like)))
+        # What fails on one rank, or is asked of it alone, others hear here: they would wait for it in what follows.
+        chosen: list[tuple[Stored, Found] | None] = []
+
+        def begin() -> dict[str, bool]:
+            chosen.append(self._choose(step, like))
+            return {"rebalance": self.loading.rebalance, "allow_partial": self.loading.allow_partial}
+
+        self.ranks.alike("resume begun", begin)
+        if chosen[0] is None:
+            return None
+        stored, all_of_them = chosen[0]
+        found: list[F] = []
+        self.ranks.together("resume", lambda: found.append(self._offering(stored, all_of_them, like)))
         return found[0]
 
     def _choose(self, step: int | None, like: Any) -> tuple[Stored, Found] | None:
@@ -150,8 +160,11 @@ class RankSaverOf(SaverOf[P, F]):
             )
 
         told = self.ranks.of_first("resume from", first)
-        if self.ranks.first or told is None:
+        if self.ranks.first:
             return chosen
+        self._check_first(like)
+        if told is None:
+            return None
         number, checksum, self._newest = told
         found = store.find()
         for stored in found.complete:
@@ -177,14 +190,18 @@ class RankSaverOf(SaverOf[P, F]):
 
     def _as_it_was(self, shard: Stored, like: Any) -> F | None:
         """Read this rank's shard as it was; None: one of a rank is damaged, and all are to go on without that."""
-        damage, found = "", None
-        try:
-            found = self._own_shard(shard, like)
-        except Damaged as error:
-            if not self.loading.allow_partial:
-                raise
-            damage = str(error)
-        return None if self.loading.allow_partial and any(self.ranks.all("damage", damage)) else found
+        if not self.loading.allow_partial:
+            return self._own_shard(shard, like)
+        found: list[F] = []
+
+        def look() -> str:
+            try:
+                found.append(self._own_shard(shard, like))
+            except Damaged as error:
+                return str(error)
+            return ""
+
+        return None if any(self.ranks.together("damage", look)) else found[0]
 
     def _own_states(
         self, lost: Lost, stored: Stored, shard: Stored | None

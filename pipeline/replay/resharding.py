@@ -72,6 +72,12 @@ class Moved(NamedTuple):
     named: int = 0
 
 
+class _Prepared(NamedTuple):
+    wanted: Wanted | None
+    ring: Ring
+    own: Assembled
+
+
 class Moving:
     """One rank's part in it. Every rank reads what the generation lists of all shards, and plans from that alone."""
 
@@ -109,10 +115,7 @@ class Moving:
         """
         begun, ranks = time.monotonic(), self._ranks
         shards, shares = self._planned(rebalance=rebalance, evict=evict)
-        wanted, rows = self._wanted(shards), shares.rows[ranks.rank]
-        ring = self._like.like(None if wanted is None else wanted.schema)
-        extras, nexts = (wanted.extras, wanted.nexts) if wanted is not None else ([], [])
-        own = Assembled(ring, rows, shares.firsts[ranks.rank] + rows, extras, nexts)
+        wanted, ring, own = self._prepared(shards, shares)
         table = table_of(shards, shares, ranks.rank)
         read, lost = self._bring(shards, shares, own, table, wanted)
         named = 0
@@ -152,6 +155,21 @@ class Moving:
 
         self._ranks.alike("plan", plan)
         return planned[0]
+
+    def _prepared(self, shards: Sequence[ShardOnDisk], shares: Shares) -> _Prepared:
+        """Make room for this rank's rows. What fails in that, memory say, others hear before they wait for rows."""
+        prepared: list[_Prepared] = []
+        rank = self._ranks.rank
+
+        def prepare() -> None:
+            wanted, rows = self._wanted(shards), shares.rows[rank]
+            ring = self._like.like(None if wanted is None else wanted.schema)
+            extras, nexts = (wanted.extras, wanted.nexts) if wanted is not None else ([], [])
+            own = Assembled(ring, rows, shares.firsts[rank] + rows, extras, nexts)
+            prepared.append(_Prepared(wanted, ring, own))
+
+        self._ranks.together("room", prepare)
+        return prepared[0]
 
     def _wanted(self, shards: Sequence[ShardOnDisk]) -> Wanted | None:
         """Return what there is to be moved of each row; None: there are no rows.

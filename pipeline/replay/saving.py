@@ -256,9 +256,10 @@ class SaverOf(Generic[P, F]):
             Damaged, StoreError: it cannot be read; the message offers what can.
         """
         chosen = self._choose(step, like)
-        if chosen is None:
-            return None
-        stored, found = chosen
+        return None if chosen is None else self._offering(*chosen, like)
+
+    def _offering(self, stored: Stored, found: Found, like: Any) -> F:
+        """Read and check a generation; what is wrong with it offers another one."""
         try:
             return self._read(stored, like)
         except Damaged as error:
@@ -267,8 +268,7 @@ class SaverOf(Generic[P, F]):
     def _choose(self, step: int | None, like: Any) -> tuple[Stored, Found] | None:
         """Return what to go on from, and all that there is; None in an empty directory."""
         store = self._opened()
-        if self._used(like) or self._ready:
-            raise UsageError("resume() comes first: before rows are added, and once")
+        self._check_first(like)
         found = store.find()
         if not found.complete and not found.damaged:
             if step is not None:
@@ -277,6 +277,13 @@ class SaverOf(Generic[P, F]):
         stored = choose(found, step, store.folder.layout.directory)
         self._newest = stored is found.complete[-1]
         return stored, found
+
+    def _check_first(self, like: Any) -> None:
+        """Raises:
+        UsageError: something else came before.
+        """
+        if self._used(like) or self._ready:
+            raise UsageError("resume() comes first: before rows are added, and once")
 
     def load_attached(self, found: F) -> None:
         """Load what is attached, in place."""
