@@ -13,7 +13,7 @@ import msgspec
 from pipeline.checkpoint.gathering import Gathered, opening
 from pipeline.checkpoint.generations import check_generation, find_generations
 from pipeline.checkpoint.lines import discards
-from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE_RANKS, Manifest
+from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE_RANKS, REPLAY_BUFFER, Manifest
 from pipeline.checkpoint.new_ranks import write_ranks
 from pipeline.checkpoint.parts import parts_of
 from pipeline.checkpoint.rank_gathering import reserved_of
@@ -143,7 +143,7 @@ class _Job:
             reason=TOOL,
             also={
                 "external": source.stored.manifest.external,
-                "left_out": source.stored.manifest.left_out,
+                "left_out": self._left_out(),
                 "made_of": made.made_of,
                 "origin": "",
             },
@@ -151,6 +151,11 @@ class _Job:
         if written.losses:  # all of it was whole a moment ago
             raise Damaged(f"{written.losses[0].what}. Has the disk a fault?")
         return msgspec.structs.replace(made, run_id=written.run_id)
+
+    def _left_out(self) -> dict[str, str]:
+        """Return what is not in the new run either; of what was to be drawn again it has journals, as of all else."""
+        left_out = self._source.stored.manifest.left_out
+        return {path: why for path, why in left_out.items() if path != REPLAY_BUFFER}
 
     def _candidate(self) -> Candidate:
         """Return the generation as if these ranks had written it."""

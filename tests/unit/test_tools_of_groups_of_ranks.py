@@ -211,6 +211,21 @@ def test_ranks_go_on_from_the_resharded_run_of_one_process(tmp_path: Path) -> No
     assert trained_to_the_end(tmp_path / "out", 3) == EVERY
 
 
+def test_ranks_go_on_from_the_resharded_run_of_one_process_that_was_saved_without_its_buffer(tmp_path: Path) -> None:
+    seen = Seen()
+    with Pipeline(tasks(), directory=str(tmp_path / "one"), watchdog=None, seed=3).sync() as pipe:
+        pipe.attach(seen=seen)
+        pipe.resume()
+        pipe.start(weights_current=True)
+        for batch in pipe.batches(6, until=3):
+            seen.steps.append(sorted(group.uid for group in batch))
+            pipe.ack(batch.step)
+        pipe.save(3, replay_buffer=False).committed()
+    reshard(tmp_path / "one", tmp_path / "out", 2)
+    assert found_by(tmp_path / "one", 2) == found_by(tmp_path / "out", 2)
+    assert trained_to_the_end(tmp_path / "out", 2) == EVERY
+
+
 def test_what_cannot_be_is_refused_before_anything_is_written(run: tuple[Path, int], tmp_path: Path) -> None:
     directory, _ = run
     for more, option in (({"capacity": 100}, "capacity"), ({"evict_oldest": True}, "evict_oldest")):
