@@ -14,6 +14,8 @@ from pipeline.errors import ConfigError, Damaged
 
 Ints = np.ndarray
 _NUMBER_BITS, _RANK_BITS = 36, 12
+MOST_RANKS = 1 << _RANK_BITS
+"""With more, names of two ranks would be the same."""
 _PREFIX = "episodes."
 _SPARSE = 1 << 16
 
@@ -234,6 +236,16 @@ def _headless(ring: Ring) -> tuple[Ints, Ints]:
 def prefix_of(life: int, rank: int) -> int:
     """Return the name of the first episode of a rank in a life."""
     return (life << (_NUMBER_BITS + _RANK_BITS)) | (rank << _NUMBER_BITS)
+
+
+def check_ranks(option: str, size: int) -> None:
+    """Refuse more ranks than there are names for.
+
+    Raises:
+        ConfigError: there are.
+    """
+    if size > MOST_RANKS:
+        raise ConfigError.of(option, size, f"{MOST_RANKS} ranks at the most can have a buffer together")
 
 
 def maker(uid: Ints) -> tuple[Ints, Ints]:

@@ -17,6 +17,7 @@ from pipeline.config import SavingOptions
 from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, Damaged, RankFailed, UsageError
 from pipeline.observe import events
+from pipeline.replay.episode_ids import check_ranks
 from pipeline.replay.job import SaveJob
 from pipeline.replay.loading import Lost
 from pipeline.replay.rank_store import RankStore
@@ -50,7 +51,12 @@ class RankSaverOf(SaverOf[P, F]):
     """Of what is added after the generation that was read."""
 
     def _join(self, options: SavingOptions, ranks: Ranks, files: FilesLike | None, kind: str = SHARDS) -> None:
-        """Become one of several; the last of what is done when it is made."""
+        """Become one of several; the last of what is done when it is made.
+
+        Raises:
+            ConfigError: there are too many.
+        """
+        check_ranks("ranks", ranks.size)
         self.ranks = ranks.branch("buffer")
         self.store = RankStore(options, self.ranks, files, kind)
         self.attached_own = {}

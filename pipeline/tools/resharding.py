@@ -31,7 +31,7 @@ from pipeline.checkpoint.manifest import (
 from pipeline.config import Fields
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError
-from pipeline.replay.episode_ids import EpisodeTable, prefix_of
+from pipeline.replay.episode_ids import EpisodeTable, check_ranks, prefix_of
 from pipeline.replay.handing import SomeRows
 from pipeline.replay.moving import Gone, Mover, Wanted, extras_named
 from pipeline.replay.resharding import Rank, open_in, state_of_rank, table_of
@@ -98,6 +98,7 @@ def reshard(
     _check_kind(source, capacity, evict=evict_oldest)
     if source.kind in (PIPELINE, PIPELINE_RANKS):
         return reshard_groups(source, outputs, to, rebalance=rebalance, dry_run=dry_run, told=told)
+    check_ranks("to", to)
     check_generation(source.stored)  # what the trainer had attached comes along as it lies there
     if source.kind == SHARDS and source.stored.manifest.world_size == to and not rebalance:
         return _as_it_was(source, outputs, dry_run=dry_run)

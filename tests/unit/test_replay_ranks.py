@@ -17,7 +17,8 @@ from pipeline.checkpoint.generations import find_generations
 from pipeline.config import Prioritized
 from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, RankFailed, RankLost, RanksError, UsageError, WriteFailed
-from pipeline.replay import ReplayBuffer
+from pipeline.replay import ReplayBuffer, TrajectoryBuffer
+from pipeline.replay.episode_ids import MOST_RANKS, prefix_of
 from pipeline.store.files import OsFiles
 from pipeline.store.layout import Layout
 from tests.support.gone import names
@@ -420,6 +421,16 @@ def test_options_that_are_in_the_way() -> None:
         ReplayBuffer(5, ranks=ranks)
     with pytest.raises(ConfigError, match="storage"):
         ReplayBuffer(5, ranks=ranks, storage="shared", directory="unused")
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TrajectoryBuffer])
+def test_more_ranks_than_there_are_names_for_are_refused(tmp_path: Path, kind: Any) -> None:
+    given = {"capacity": 5} if kind is ReplayBuffer else {"sample_window_size": 0}
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    assert len({prefix_of(1, rank) for rank in (0, MOST_RANKS - 1)} | {prefix_of(2, 0)}) == 3
+    kind(**given, directory=tmp_path / "a", ranks=Ranks(store, MOST_RANKS - 1, MOST_RANKS))
+    with pytest.raises(ConfigError, match="ranks=4097: 4096 ranks at the most"):
+        kind(**given, directory=tmp_path / "b", ranks=Ranks(store, 0, MOST_RANKS + 1))
 
 
 def test_a_run_of_a_buffer_without_ranks_is_not_taken_for_one_with(tmp_path: Path) -> None:

@@ -222,6 +222,8 @@ def test_what_is_refused_and_a_dry_run(tmp_path: Path) -> None:
     train(tmp_path / "a", 2)
     with pytest.raises(ConfigError, match="to=0"):
         reshard(tmp_path / "a", tmp_path / "b", 0)
+    with pytest.raises(ConfigError, match="to=4097: 4096 ranks at the most"):
+        reshard(tmp_path / "a", tmp_path / "b", 4097)
     said = reshard(tmp_path / "a", tmp_path / "b", 3, dry_run=True)
     kept = reshard(tmp_path / "a", tmp_path / "b", 2, dry_run=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
