@@ -99,6 +99,14 @@ class RankSaverOf(SaverOf[P, F]):
         super()._write(store, generation, job)
         self.store.linger(generation)
 
+    def _begun_again(self, store: ReplayStore, stored: Stored, parts: P) -> tuple[Generation, SaveJob]:
+        saves = self.store.saves
+        try:
+            return super()._begun_again(store, stored, parts)
+        except BaseException as error:
+            self.store.failed(saves, error)
+            raise
+
     def attach_own(self, objects: Mapping[str, Any]) -> None:
         """Add what this rank saves and restores for itself.
 

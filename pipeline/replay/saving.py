@@ -310,11 +310,14 @@ class SaverOf(Generic[P, F]):
         store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=self._rows(parts))
         if not self._newest:
             # Otherwise a crash would bring back what came after it, and was let go.
-            generation = store.begin(manifest.step, (), list(self.attached), like=found.stored)
-            with self._gate.lock:
-                job = self._job(parts)
-            store.commit(generation, job, self._unknown)
+            store.commit(*self._begun_again(store, found.stored, parts), self._unknown)
         return ReplayResumed(manifest.step, store.parent, self._rows(parts))
+
+    def _begun_again(self, store: ReplayStore, stored: Stored, parts: P) -> tuple[Generation, SaveJob]:
+        """Begin a generation that is as an older one."""
+        generation = store.begin(stored.manifest.step, (), list(self.attached), like=stored)
+        with self._gate.lock:
+            return generation, self._job(parts)
 
     def _opened(self) -> ReplayStore:
         if self.store is None:

@@ -105,3 +105,40 @@ def test_who_has_no_memory_for_what_comes_to_it_is_not_waited_for(
 def test_what_one_rank_alone_asks_for_is_refused_on_all(tmp_path: Path, asked: str) -> None:
     save(tmp_path, 2)
     check_told(tmp_path, 2, f"'{asked}': True", lambda ranks: {asked: ranks.rank == 1})
+
+
+class Bad:
+    """What a rank has attached for itself, and cannot be saved."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.loaded = rank, False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.loaded and self.rank == 1:
+            raise RuntimeError("no state")
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = True
+
+
+def test_an_older_generation_that_one_rank_cannot_make_the_newest_is_it_for_nobody(tmp_path: Path) -> None:
+    def train(ranks: Ranks) -> None:
+        with ReplayBuffer(100, directory=tmp_path, ranks=ranks) as buffer:
+            buffer.attach_own(bad=Bad(ranks.rank))
+            buffer.resume()
+            for step in (1, 2):
+                buffer.extend({"uid": uids(ranks.rank)})
+                buffer.save(step, wait=True)
+
+    def go_back(ranks: Ranks) -> None:
+        with ReplayBuffer(100, directory=tmp_path, ranks=ranks) as buffer:
+            buffer.attach_own(bad=Bad(ranks.rank))
+            buffer.resume(step=1)
+
+    fine(on_ranks(2, train))
+    first, second = on_ranks(2, go_back)
+    assert isinstance(first, RankFailed)
+    assert "no state" in str(first)
+    assert isinstance(second, RuntimeError)
+    assert str(second) == "no state"
