@@ -180,8 +180,11 @@ def _beginnings(folds: Sequence[RankRescue]) -> Iterator[Inherited]:
     """Yield from where the order may be run: as whole journals say, as others do, and from the beginning."""
     inherited = any(fold.inherited is not None for fold in folds)
     for fold in sorted(folds, key=lambda fold: fold.torn):
-        if fold.begins is not None and fold.begins.shares and (fold.inherited is not None or not inherited):
-            yield fold.begins
+        begins = fold.begins
+        if begins is None and fold.inherited is not None:  # of no turn since then an event is left
+            begins = fold.turns.stands()
+        if begins is not None and begins.shares and (fold.inherited is not None or not inherited):
+            yield begins
     line = folds[0].line
     shares = {name: float(task.get("share", 1.0)) for name, task in line.tasks.items()}
     if shares and not line.reclaimed:
