@@ -212,7 +212,7 @@ class RowsOnDisk:
 
     def _aside(self) -> Aside:
         """Return the next observations that are kept aside."""
-        if not self.nexts or not self.size:
+        if not self.nexts or not self.state.size:  # rows that a save has dropped are read, too
             return Aside(np.empty(0, np.int64), (), ())
         names = [f"{VALUES_FOLDER}/{file_of(number, column)}" for number, column in enumerate(self.nexts)]
         keys = f"{VALUES_FOLDER}/{KEYS_FILE}"

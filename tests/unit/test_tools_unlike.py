@@ -257,6 +257,20 @@ def test_what_only_some_of_the_runs_share_each_row_has_for_itself(tmp_path: Path
     assert rows_of(load(tmp_path / "alone", **SHARED)) == rows_of(load(tmp_path / "a", **SHARED))
 
 
+def test_a_run_of_which_every_row_was_dropped_is_merged_with_rows_of_their_own(tmp_path: Path) -> None:
+    """Its rows lie in its blocks nevertheless, and share next observations."""
+    done = [False] * 3
+    rows = {**odd_rows(0, 0, 3, done=done), "truncated": np.zeros(3, bool), **observed(0, 0, done)}
+    with ReplayBuffer(9, directory=tmp_path / "a", incomplete="drop", **SHARED) as buffer:
+        buffer.extend(rows, envs=3)
+        buffer.save(1, wait=True)
+    save(tmp_path / "b")
+    made = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
+    assert made.rows == 60
+    assert load(tmp_path / "a", **SHARED)["keys"] == []
+    assert rows_of(load(tmp_path / "m")) == rows_of(load(tmp_path / "b"))
+
+
 def test_observations_that_have_other_names(tmp_path: Path) -> None:
     """Of two columns that either may be the observation, each run has another one."""
     for run, twin in (("a", "seen"), ("b", "told")):
