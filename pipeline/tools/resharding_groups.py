@@ -34,6 +34,8 @@ from pipeline.wiring.recovering import Recovering
 from pipeline.wiring.recovery import Recovered
 
 TOOL = "reshard"
+_POOL = "pool of "
+"""How the marks of ``tasks.prompts.DifficultyPool`` begin."""
 
 
 def reshard_groups(
@@ -73,6 +75,8 @@ def _check_kind(source: Source) -> None:
         mark = source_as_saved(task)
         if mark is not None and mark.kind == "stream":
             why = f"task {name!r} has a stream, which has no order that ranks could share"
+        if mark is not None and mark.kind.startswith(_POOL):
+            why = f"task {name!r} has a source that learns, which hangs on all groups, and a rank has its own"
     if why:
         raise ConfigError(f"{source.directory}: {why}", option="run")
 

@@ -17,6 +17,7 @@ from pipeline.sync_form import SyncPipeline
 from pipeline.tools import merge, reshard, split
 from pipeline.tools.groups import Groups
 from pipeline.tools.sources import open_source
+from tasks.prompts import DifficultyPool
 from tests.faults.test_pipeline_ranks import on
 from tests.support.disk import Killed, ScriptedFiles
 from tests.support.keeping import digest
@@ -232,6 +233,19 @@ def test_what_cannot_be_is_refused_before_anything_is_written(run: tuple[Path, i
         with pytest.raises(ConfigError) as caught:
             reshard(directory, tmp_path / "out", 3, **more)
         assert caught.value.option == option
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_source_that_learns_is_refused_as_ranks_refuse_it(tmp_path: Path) -> None:
+    task = Task("a", source=DifficultyPool(numbers(9)), run=solve, group_size=2, epochs=1)
+    with Pipeline([task], directory=str(tmp_path / "one"), watchdog=None, seed=3).sync() as pipe:
+        pipe.resume()
+        pipe.start(weights_current=True)
+        for batch in pipe.batches(2, until=1):
+            pipe.save(batch.step).committed()
+    for dry in (True, False):
+        with pytest.raises(ConfigError, match="task 'a' has a source that learns"):
+            reshard(tmp_path / "one", tmp_path / "out", 2, dry_run=dry)
     assert not list(tmp_path.glob("out*"))
 
 
