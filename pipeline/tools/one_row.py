@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block
 from pipeline.buffer.transitions.columns import Column
+from pipeline.buffer.transitions.compressed import unpacked
 from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE, TERMINATED, TRUNCATED, VERSION
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
@@ -58,7 +59,8 @@ def row_of(layout: Layout, run_tag: int, stored: Stored, key: int, rank: int | N
     }
     if state.written_columns:
         facts["note"] = f"as first written: {', '.join(state.written_columns)} of some rows was changed since"
-    return facts, {column.name: _valued(arrays[column.name][at], column) for column in state.schema.columns}
+    rows = {column.name: _dense(arrays[column.name][at : at + 1], column) for column in state.schema.columns}
+    return facts, {column.name: _valued(rows[column.name][0], column) for column in state.schema.columns}
 
 
 def _place(state: BufferState, stored: Stored, key: int) -> int:
@@ -111,10 +113,14 @@ def _payload(layout: Layout, run_tag: int, block: Block) -> bytes:
     return PayloadReader(layout, run_tag).read_many([block.place])[block.first, 0]
 
 
+def _dense(rows: np.ndarray, column: Column) -> np.ndarray:
+    return unpacked(rows, column.shape, column.bits) if rows.dtype == object else rows
+
+
 def _valued(array: Any, column: Column) -> Any:
     """Return an array as what it is: of dtypes that numpy lacks, the tensor."""
     array = np.asarray(array)
-    if column.torch_only is None or array.dtype == object:
+    if column.torch_only is None:
         return array
     raw = np.frombuffer(bytearray(np.ascontiguousarray(array).tobytes()), np.uint8)
     return tensor_of(_SAFE[column.dtype], array.shape, raw)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
+import torch
 
-from pipeline import ConfigError
+from pipeline import ConfigError, ReplayBuffer
 from pipeline.cli import main
 from pipeline.cli.item_view import show_one
 from pipeline.cli.terminal import Terminal
@@ -113,6 +115,15 @@ class TestOfBuffers:
         rewards = sorted(show_item(run_directory, int(key)).tensors[1].first[0] for key in keys[:20])
         assert len(set(rewards)) == 20
         assert min(rewards) >= 50
+
+    def test_a_row_of_compressed_columns(self, tmp_path: Path) -> None:
+        rows = np.arange(1200, dtype=np.float32).reshape(3, 400)
+        with ReplayBuffer(9, directory=tmp_path, compress={"obs": "zlib", "half": "zlib"}) as buffer:
+            buffer.extend({"obs": rows, "half": torch.from_numpy(rows).repeat(1, 2).bfloat16()})
+            buffer.save(1, wait=True)
+        half, obs = show_item(tmp_path, 1).tensors
+        assert (obs.dtype, obs.shape, obs.first[:3]) == ("float32", (400,), [400.0, 401.0, 402.0])
+        assert (half.dtype, half.shape, half.first[:2]) == ("bfloat16", (800,), [400.0, 400.0])
 
     def test_a_trajectory(self, run_directory: str) -> None:
         item = show_item(kept.trajectories(run_directory), 3)
