@@ -183,6 +183,12 @@ def test_eps_keeps_a_row_of_priority_zero() -> None:
     assert probabilities(prioritized([0, 1], eps=0.5)) == [0.25, 0.75]
 
 
+@pytest.mark.parametrize("new", [1, 3])
+def test_options_may_be_whole_numbers(new: int) -> None:
+    buffer = filled(2, select=Prioritized(alpha=1, eps=0, new=new))
+    assert buffer._drawer.mass(buffer.ring.keys()).tolist() == [new, new]
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
 def test_the_least_priority_is_drawn_and_the_largest_is_no_infinity(alpha: float) -> None:
     least, most = 5e-324, 1e150

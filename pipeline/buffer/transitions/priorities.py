@@ -25,7 +25,7 @@ class PriorityDrawer(Drawer):
         self.options = options
         ProcessMemory().check(9 * ring.capacity, f"capacity={ring.capacity}: priorities")
         if not isinstance(options.new, str):
-            self._powers("new", np.array([options.new]))
+            self._powers("new", np.array([options.new], np.float64))
         self._new_tree = new_tree
         self.tree = new_tree(ring.capacity)
         self.batches = 0
