@@ -64,6 +64,16 @@ def test_a_mass_on_a_border_belongs_to_the_next_place() -> None:
     assert tree.find(np.array([8.0, 100.0])).tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_there_are_as_many_values_as_places(count: int, fast: bool) -> None:
+    tree = SumTree(9, fast=fast)
+    tree.fill(0, 9, 1.0)
+    with pytest.raises(ValueError, match=r"places|shape"):
+        tree.set(np.arange(3), np.full(count, 2.0))
+    assert (tree.values == 1).all()
+
+
 @pytest.mark.parametrize("values", [[0, 1, 0, 0, 2, 0], [0] * 40 + [5e-324] + [0] * 40, [0, 1e300, 5e-324, 0]])
 def test_a_place_without_a_value_is_never_found(values: list[float]) -> None:
     tree = SumTree(len(values))
@@ -170,6 +180,16 @@ def test_with_every_priority_zero_nothing_can_be_drawn_until_one_is_set(how: Any
     assert everything(buffer) == before | {"random": buffer._rng.bit_generator.state}
     buffer.update_priorities([1], [1e-300])
     assert set(buffer.sample(10).keys) == {1}
+
+
+@pytest.mark.parametrize("capacity", [100, 10_000])
+def test_priorities_of_a_state_are_as_many_as_rows(capacity: int) -> None:
+    how: dict[str, Any] = {"select": Prioritized(), "remove": "stalest"}
+    state = filled(60, capacity, **how).state_dict()
+    name = "selector.priorities.float64"
+    state = state | {"values": state["values"] | {name: state["values"][name][:-2]}}
+    with pytest.raises(ConfigError, match="no state of a replay buffer"):
+        filled(0, capacity, **how).load_state_dict(state)
 
 
 def test_alpha_zero_is_uniform_but_for_what_is_zero() -> None:

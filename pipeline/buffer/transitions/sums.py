@@ -83,6 +83,8 @@ class SumTree:
         """Set values; of a place that is named twice the last one counts."""
         if self._loops is not None:
             places, values = np.ascontiguousarray(places, np.int64), np.ascontiguousarray(values, np.float64)
+            if len(places) != len(values):  # compiled loops read beyond an array
+                raise ValueError(f"{len(values)} values for {len(places)} places")
             self._loops.write(self._flat, self._bounds, self._starts, places, values)
             return
         self._sums[0][places] = values
