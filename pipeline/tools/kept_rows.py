@@ -365,22 +365,28 @@ def check_movable(state: BufferState, where: str) -> None:
         raise ConfigError.of("remove", state.remove, why)
 
 
+def telling(every: Sequence[RowsOnDisk]) -> list[RowsOnDisk]:
+    """Return those that say how rows lie: which have rows, or, if none has, which have columns."""
+    having = [each for each in every if each.schema is not None]
+    return [each for each in having if each.size] or having
+
+
 def common_nexts(every: Sequence[RowsOnDisk]) -> list[Column]:
     """Return the columns of next observations that rows share; none, if not all that have rows share them, and in one
     way."""
-    having = [each for each in every if each.schema is not None]
+    having = telling(every)
     ways = [sorted(twins_of(each.nexts, each.fields).items()) for each in having]
     return having[0].nexts if having and all(way == ways[0] for way in ways) else []
 
 
 def common_schema(every: Sequence[RowsOnDisk]) -> Schema | None:
-    """Return the columns that all have which have rows; without those of :func:`common_nexts`.
+    """Return the columns that all have which have any; without those of :func:`common_nexts`.
 
     Raises:
         ConfigError: they differ; the column is named.
     """
-    having = [each for each in every if each.schema is not None]
-    check_columns("column", [(each.where, each.columns) for each in having])
+    check_columns("column", [(each.where, each.columns) for each in every if each.schema is not None])
+    having = telling(every)
     if not having:
         return None
     return having[0].schema if common_nexts(every) else Schema(tuple(having[0].columns))

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.state import BufferState
 from pipeline.store.layout import Layout, write_file
-from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_nexts, common_schema
+from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_nexts, common_schema, telling
 from pipeline.tools.made import Made
 from pipeline.tools.mixing import mixed
 from pipeline.tools.output import Output, Outputs, Told
@@ -254,7 +254,7 @@ def _environments(every: Every, numbered: _Numbered) -> dict[tuple[int, int], in
 
 def _lying(every: Every) -> dict[str, Any]:
     """Return what the options are to say of how rows lie."""
-    having = [each for each in every.streams if each.schema is not None]
+    having = telling(every.streams)
     if not having:
         return {}
     compress = {name: how for each in having for name, how in (each.options.get("compress") or {}).items()}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import ReplayBuffer
+from pipeline import ReplayBuffer, Schema
 from pipeline.checkpoint import verify
 from pipeline.distributed import Ranks
 from pipeline.errors import UsageError
@@ -255,6 +255,21 @@ def test_what_only_some_of_the_runs_share_each_row_has_for_itself(tmp_path: Path
     assert load(tmp_path / "back") == load(tmp_path / "m")
     merge([tmp_path / "none", tmp_path / "a"], tmp_path / "alone")
     assert rows_of(load(tmp_path / "alone", **SHARED)) == rows_of(load(tmp_path / "a", **SHARED))
+
+
+def test_a_run_that_has_columns_and_no_rows_has_no_say(tmp_path: Path) -> None:
+    save(tmp_path / "b", **SHARED)
+    done = [False] * 3
+    rows = {**odd_rows(0, 0, 3, done=done), "truncated": np.zeros(3, bool), **observed(0, 0, done)}
+    with ReplayBuffer(9, directory=tmp_path / "a", schema=Schema.of(rows)) as buffer:
+        buffer.save(1, wait=True)
+    with ReplayBuffer(9, directory=tmp_path / "dropped", incomplete="drop") as buffer:
+        buffer.extend(rows, envs=3)
+        buffer.save(1, wait=True)
+    wanted = rows_of(load(tmp_path / "b", **SHARED))
+    for name in ("a", "dropped"):
+        merge([tmp_path / name, tmp_path / "b"], tmp_path / f"m {name}")
+        assert rows_of(load(tmp_path / f"m {name}", **SHARED)) == wanted
 
 
 def test_a_run_of_which_every_row_was_dropped_is_merged_with_rows_of_their_own(tmp_path: Path) -> None:
