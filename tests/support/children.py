@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,6 +31,9 @@ class Ended(Exception):
     """The process said nothing more."""
 
 
+_STARTS = threading.Lock()
+
+
 class ChildProcess:
     """A process that runs ``body(pipe, *args)``."""
 
@@ -37,7 +42,11 @@ class ChildProcess:
         context.set_forkserver_preload([body.__module__])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_run, args=(body, theirs, *args))
-        self.process.start()
+        with _STARTS:
+            self.process.start()
+            # A start asks all children that it knows whether they have ended. One that a thread is joining at the same
+            # time would be told to one of the two alone, and the other take it for lost (255).
+            multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
         theirs.close()
 
     def hear(self) -> Any:
