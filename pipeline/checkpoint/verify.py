@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,9 +21,6 @@ from pipeline.store.journal import Logged, payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout, RunFile, segment_key
 from pipeline.store.segments import PayloadReader, Place, SegmentInfo, read_blocks
 
-_AT_ONCE = 2
-"""Segments that are checked at a time: one is read while the checksum of another is worked out, which keeps the
-interpreter's lock."""
 _BY_PAYLOAD = "what lies there; payloads that are still needed are listed one by one"
 
 
@@ -255,7 +250,6 @@ class _Check:
 
     def _segments(self, listed: dict[str, SegmentInfo]) -> None:
         there = set(self.layout.list_segments())
-        scanned: list[tuple[str, int]] = []
         for name in sorted(there | listed.keys()):
             path, info = os.path.join(self.layout.segments, name), listed.get(name)
             promised = info.bytes if info is not None else 0
@@ -264,58 +258,24 @@ class _Check:
                 what = f"{path}: {has}; {promised} bytes of it were promised"
                 self.note(path, what, _BY_PAYLOAD, _size(path) if name in there else None)
             elif not self.quick:
-                scanned.append((path, promised))
-        pool = ThreadPoolExecutor(_AT_ONCE, "forebay verify")
+                self._segment(path, promised)
+
+    def _segment(self, path: str, promised: int) -> None:
+        incarnation, rank, number = segment_key(os.path.basename(path))
+
+        def ended(at: int, left: int) -> None:
+            if left:
+                self.unpromised.append(f"{path}: {left} bytes at its end are a record that a crash cut off")
+
         try:
-            for found in pool.map(lambda each: _scanned(each[0], each[1], self.tag), scanned):
-                self.told(found.bytes)
-                self._whole.update(found.places)
-                self.unpromised += found.unpromised
-                if found.error is not None:
-                    self.note(found.path, found.error, _BY_PAYLOAD)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-class _Scanned(NamedTuple):
-    """What was found in a segment.
-
-    Attributes:
-        path: of the file.
-        bytes: of its whole frames.
-        places: of whole payloads.
-        unpromised: an end that a crash left.
-        error: why it was not read to its end.
-    """
-
-    path: str
-    bytes: int
-    places: list[Place]
-    unpromised: list[str]
-    error: ForebayError | OSError | None
-
-
-def _scanned(path: str, promised: int, tag: int) -> _Scanned:
-    """Check the frames of a segment. Blocks."""
-    incarnation, rank, number = segment_key(os.path.basename(path))
-    size = 0
-    places: list[Place] = []
-    unpromised: list[str] = []
-
-    def ended(at: int, left: int) -> None:
-        if left:
-            unpromised.append(f"{path}: {left} bytes at its end are a record that a crash cut off")
-
-    error: ForebayError | OSError | None = None
-    try:
-        for offset, header, _ in scan(path, run_tag=tag, promised=promised, ended=ended, payloads=False):
-            size += frame_bytes(header.length)
-            if header.kind == PAYLOAD:
-                at = Location(incarnation, rank, number, offset, header.length)
-                places.append((header.sequence, header.number, at))
-    except (ForebayError, OSError) as raised:
-        error = raised
-    return _Scanned(path, size, places, unpromised, error)
+            frames = scan(path, run_tag=self.tag, promised=promised, ended=ended, payloads=False)
+            for offset, header, _ in frames:
+                self.told(frame_bytes(header.length))
+                if header.kind == PAYLOAD:
+                    at = Location(incarnation, rank, number, offset, header.length)
+                    self._whole.add((header.sequence, header.number, at))
+        except (ForebayError, OSError) as error:
+            self.note(path, error, _BY_PAYLOAD)
 
 
 def _files(directory: str) -> Iterator[str]:
