@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import Batch, ConfigError, Group, Item, Pipeline, Rollout, Skip, Task, Trace
+from pipeline import Batch, ConfigError, EndOfSource, Group, Item, Pipeline, Rollout, Skip, Task, Trace
 from pipeline.store.codec import pack
 from tasks import SequenceSource
 from tasks.llm import advantages, packed, padded, token_rows
@@ -60,6 +60,7 @@ def test_advantages_of_nobody_and_of_what_is_no_reward() -> None:
 
 
 async def test_a_failed_member_is_no_row_and_no_part_of_the_mean() -> None:
+    """CASES 145: three rows."""
     rewards = {0: 1.0, 1: 0.0, 3: 1.0}
 
     def make(ctx: Any) -> Rollout:
@@ -71,6 +72,23 @@ async def test_a_failed_member_is_no_row_and_no_part_of_the_mean() -> None:
     assert np.std([row.reward for row in rows]) == pytest.approx(0.4714045)
     (micro,) = packed(rows, tokens=100)
     assert micro.loss_tokens == 6
+
+
+async def test_of_a_group_that_has_to_be_full_a_failed_member_leaves_no_row() -> None:
+    """CASES 145: none, and the group is counted as dropped."""
+
+    async def run(item: Item, ctx: Any) -> Rollout:
+        if ctx.member == 2:
+            raise ValueError("no")
+        return Rollout(ONE, reward=1.0)
+
+    task = Task("t", source=SequenceSource([0]), run=run, group_size=4, on_failure=Skip())
+    async with Pipeline([task]) as pipe:
+        await pipe.start()
+        with pytest.raises(EndOfSource):
+            await pipe.get_batch(groups=1)
+        totals = pipe.ledger.totals["t"]
+    assert (totals.trained, sum(totals.dropped.values())) == (0, 1)
 
 
 async def test_a_row_has_the_tokens_of_prompt_and_completion_side_by_side() -> None:
