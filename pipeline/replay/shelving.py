@@ -164,15 +164,22 @@ class Shelving:
             self.let_go()
 
     def pieces(self, shelf: Shelf, first: int, upto: int) -> Iterator[Piece]:
-        """Yield trajectories as payloads; they stay in memory as long as they are not synced."""
+        """Yield trajectories as payloads, but for those that leave the buffer before their turn or while they are
+        copied: their memory is the next one's. All that a save holds are there."""
         layout: BlobLayout | None = None
         for number in range(first, upto):
             with self._gate.lock:
-                rows = shelf.source(number)
+                rows = shelf.source(number) if number >= shelf.cached else None
+            if rows is None:
+                continue
             if layout is None:
                 assert shelf.schema is not None
                 layout = BlobLayout(shelf.schema)
-            yield Piece(number, 1, layout.encode(rows, self._memory))
+            blob = layout.encode(rows, self._memory)
+            with self._gate.lock:
+                torn = number < shelf.cached
+            if not torn:
+                yield Piece(number, 1, blob)
 
 
 class TrajectoryJob:

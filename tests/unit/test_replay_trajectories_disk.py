@@ -27,9 +27,12 @@ from pipeline import (
     UsageError,
     WriteFailed,
 )
+from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.checkpoint import verify
 from pipeline.replay import segment_rows, shelving, trajectory_draws
 from pipeline.replay import store as store_module
+from pipeline.replay.shelf import Rows
+from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.store.files import OsFiles
 from pipeline.store.frames import PAYLOAD, scan
 from pipeline.store.layout import Layout
@@ -385,6 +388,40 @@ def test_who_waits_for_the_disk_is_told_when_the_buffer_is_closed(tmp_path: Path
     files.go_on.set()
     closing.join(30)
     assert len(told) == 1
+
+
+def test_what_leaves_the_buffer_before_its_turn_to_be_written_is_not(tmp_path: Path) -> None:
+    files = Held()
+    buffer = made(tmp_path, files, auto_save=True, capacity=3)
+    buffer.add_trajectories([trajectory(number) for number in range(3)])
+    assert files.begun.wait(30)  # the first is copied, and not the others
+    add(buffer, *range(3, 200))  # the index has grown since, and forgotten the first of them
+    files.go_on.set()
+    settled(buffer)
+    buffer.close()
+    assert set(written(tmp_path)) == {0, 197, 198, 199}
+
+
+def test_what_leaves_the_buffer_while_it_is_copied_to_be_written_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, whole = Held(), BlobLayout.encode
+    buffer = made(tmp_path, files, auto_save=True, capacity=2, cache_size=1)
+    rest = list(range(1, 9))
+
+    def encode(layout: BlobLayout, rows: Rows, memory: Recycler) -> memoryview:
+        if rows.info.trajectory_id == 0:
+            add(buffer, *rest)
+            rest.clear()
+        return whole(layout, rows, memory)
+
+    monkeypatch.setattr(BlobLayout, "encode", encode)
+    add(buffer, 0)
+    files.go_on.set()
+    settled(buffer)
+    buffer.close()
+    assert not rest
+    assert set(written(tmp_path)) == {7, 8}
 
 
 # --- what goes wrong
