@@ -136,25 +136,27 @@ class AddingVerbs:
         while True:
             if self._forked:
                 self._usable()
-            schema = self._schema or Schema.of(rows)
+            ring, nexts = self.ring, self.next_obs
+            known = ring.storage.schema if nexts is None else nexts.schema
+            schema = known or Schema.of(rows)
             arrays, count = schema.check(rows)
             whose, mixed = environments(env, envs, count)
             codes = end_codes(arrays, count, ends, self.options.fields)
             if not count:
-                return range(self.ring.added, self.ring.added)
+                return range(ring.added, ring.added)
             if self._counts.free or not self._waited_to_add(count, timeout):
                 break  # else the columns may be others by now
-        if self._schema is None:
+        if known is None:
             self._shape(schema, count)
-        if self.next_obs is None:
-            first = self.ring.extend(arrays, count, whose, codes, version, mixed=mixed)
+        if nexts is None:
+            first = ring.extend(arrays, count, whose, codes, version, mixed=mixed)
         else:
-            arrays, obs, nexts = self.next_obs.split(arrays)
-            first = self.ring.extend(arrays, count, whose, codes, version, mixed=mixed)
-            self.next_obs.added(first, count, obs, nexts)
+            arrays, obs, after = nexts.split(arrays)
+            first = ring.extend(arrays, count, whose, codes, version, mixed=mixed)
+            nexts.added(first, count, obs, after)
         self._drawer.added(first, count)
         self._counts.added += count
-        return self.ring.given(first, count)
+        return ring.given(first, count)
 
     def append(self, row: Rows, *, env: int = 0, version: int = 0, timeout: float | None = DEFAULT) -> int:
         """Add one row, whose columns have no leading axis; return its key. See :meth:`extend`."""
@@ -173,22 +175,29 @@ class AddingVerbs:
         while True:
             if self._forked:
                 self._usable()
-            schema = self._schema or Schema.of(row, leading=False)
-            arrays = row if schema.fits(row) else schema.check(row, leading=False)[0]
+            ring, nexts = self.ring, self.next_obs
+            packed = None if nexts is not None else ring.storage.packed(row)
+            known = None
+            if packed is None:
+                known = self._schema
+                schema = known or Schema.of(row, leading=False)
+                arrays = row if schema.fits(row) else schema.check(row, leading=False)[0]
+            else:
+                arrays = row
             end = end_code(arrays, self.options.fields)
             if self._counts.free or not self._waited_to_add(1, timeout):
                 break
-        if self._schema is None:
+        if packed is None and known is None:
             self._shape(schema, 1)
-        if self.next_obs is None:
-            key = self.ring.append(arrays, env, end, version)
+        if nexts is None:
+            key = ring.append(arrays, env, end, version, packed)
         else:
-            arrays, obs, nexts = self.next_obs.split(arrays)
-            key = self.ring.append(arrays, env, end, version)
-            self.next_obs.added_one(key, obs, nexts)
+            arrays, obs, after = nexts.split(arrays)
+            key = ring.append(arrays, env, end, version)
+            nexts.added_one(key, obs, after)
         self._drawer.added(key, 1)
         self._counts.added += 1
-        return self.ring.given(key, 1)[0] if self.ring.scattered else key
+        return ring.given(key, 1)[0] if ring.scattered else key
 
     def add(
         self,

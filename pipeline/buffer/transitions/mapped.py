@@ -229,9 +229,9 @@ class MappedRing(Ring):
         self.make_room(count)
         return super().extend(arrays, count, envs, ends, version, mixed=mixed)
 
-    def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
+    def append(self, row: Mapping[str, Any], env: int, end: int, version: int, packed: list[Any] | None = None) -> int:
         self.make_room(1)
-        return super().append(row, env, end, version)
+        return super().append(row, env, end, version, packed)
 
 
 class MappedPool(Pool):

@@ -148,7 +148,7 @@ class Pool(Ring):
         self._forget_episodes()
         return first
 
-    def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
+    def append(self, row: Mapping[str, Any], env: int, end: int, version: int, packed: list[Any] | None = None) -> int:
         arrays = {name: np.asarray(value)[None] for name, value in row.items()}
         return self.extend(arrays, 1, np.array([env]), np.array([end], np.uint8), version)
 

@@ -250,8 +250,8 @@ class Ring:
             self._trim()
         return True
 
-    def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
-        """Add one row that was checked; return its key."""
+    def append(self, row: Mapping[str, Any], env: int, end: int, version: int, packed: list[Any] | None = None) -> int:
+        """Add one row that was checked, or ``packed`` by the storage; return its key."""
         key = self.added
         if self.before_overwriting is not None:
             self.before_overwriting(key + 1 - self.capacity)
@@ -260,11 +260,11 @@ class Ring:
         storage = self.storage
         if behind:
             if behind < self.capacity and key - behind >= self.added - self.size:
-                storage.view(AHEAD)[(key - behind) % self.capacity] = behind
+                storage.link((key - behind) % self.capacity, behind)
             if behind != self._stride:
                 self._stride, self._irregular = behind, key
-        storage.write_row(slot, row)
-        storage.mark(slot, episode, place, 0, min(behind, MOST_ROWS), version, key & 0xFFFFFFFF, end)
+        back = min(MOST_ROWS, behind)
+        storage.write_row(slot, row, (episode, place, 0, back, version, key & 0xFFFFFFFF, end), packed)
         self.added = key + 1
         size = self.size
         if size < self.capacity:

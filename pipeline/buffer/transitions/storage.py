@@ -13,14 +13,14 @@ import torch
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, SERIAL, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
+from pipeline.buffer.transitions.packing import MARKS_CODE, MOST_BYTES, BlockPacker, RowPacker
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.unread import Unread
 
 Slots = slice | np.ndarray
-_PACKED = struct.Struct("<qiiiiIB")  # MARKS
-_MANY = 192
-"""Rows from which on a column of several values is copied as runs of bytes: numpy's loop over the values of each row
-then costs more than making the views."""
+_MARKS = struct.Struct(f"<{MARKS_CODE}")
+_LINK = struct.Struct("<i")
+_AHEAD_AT = np.dtype(MARKS).fields[AHEAD][1]  # type: ignore[index]
 
 
 class TransitionStorage:
@@ -47,9 +47,12 @@ class TransitionStorage:
         self._memory: Memory = memory or ProcessMemory()
         self._step = MARK_BYTES  # from one slot's marks to the next one's
         self._views: dict[str, np.ndarray] = {}
-        self._runs: dict[str, np.ndarray] = {}  # [capacity, 1]: small columns of several values, as runs of bytes
         self._bytes = memoryview(b"")
         self._plain = np.empty(0, f"V{MARK_BYTES}")  # the marks of each slot, without fields
+        self._whole = np.empty(0, f"V{MARK_BYTES}")  # the record of each slot, without fields
+        # Where it need not be seen from the marks that a row is whole, and records lie one after the other:
+        self._packer: RowPacker | None = None
+        self._blocks: BlockPacker | None = None  # of the newest size
         self._recycler = Recycler()
         if schema is not None:
             self.shape(schema)
@@ -67,20 +70,22 @@ class TransitionStorage:
             each.name: self._memory.array(each.name, (self.capacity, *each.shape), each.bits) for each in layout.large
         }
         self._use(layout, self.records, {name: self.records[name] for name in layout.record.names or ()})
+        if self._memory.__class__ is ProcessMemory:
+            self._packer, self._blocks = RowPacker(layout), None
+            self._whole = self.records.view(f"V{self._step}")
 
     def _use(self, layout: RowLayout, marks: np.ndarray, small: Arrays) -> None:
         """Begin with memory that was taken: ``marks`` [capacity] begin with those of each slot."""
         self.layout, self.schema = layout, layout.schema
         self._views = small | self.large
-        self._runs = {each.name: as_runs(small[each.name], each.nbytes) for each in layout.small if each.nbytes > 8}
         self._bytes, self._step = memoryview(marks.view(np.uint8).data), marks.itemsize
         self._plain = marks.getfield(self._plain.dtype)
 
     def forget(self) -> None:
         """Give the memory back, and forget the schema."""
-        self.layout = self.schema = self.unread = None
-        self.records, self.large, self._views, self._runs = np.empty(0, MARKS), {}, {}, {}
-        self._bytes, self._plain = memoryview(b""), self._plain[:0].copy()
+        self.layout = self.schema = self.unread = self._packer = self._blocks = None
+        self.records, self.large, self._views = np.empty(0, MARKS), {}, {}
+        self._bytes, self._plain, self._whole = memoryview(b""), self._plain[:0].copy(), self._whole[:0].copy()
 
     def lay(self, name: str, memory: np.ndarray) -> np.ndarray:
         """Have a large column lie in other memory [capacity, ...] from now on, and return where it lay; rows that are
@@ -127,11 +132,36 @@ class TransitionStorage:
         kind = f"V{records.itemsize}"  # without fields a record is one run of bytes
         self.records.view(kind)[slots] = records.view(kind)
 
-    def write_row(self, slot: int, row: Mapping[str, Any]) -> None:
-        """Copy the columns of one row into a slot."""
-        views = self._views
+    def packed(self, row: Mapping[str, Any]) -> list[Any] | None:
+        """Return a row as :meth:`write_row` takes it soonest, if it has every column in its very dtype and shape, and
+        the storage is one that can; None says nothing of the row."""
+        return None if self._packer is None else self._packer.values(row)
+
+    def write_row(
+        self, slot: int, row: Mapping[str, Any], marks: tuple[int, ...], packed: list[Any] | None = None
+    ) -> None:
+        """Copy the columns of one row into a slot; then its marks, in the order of :data:`MARKS`."""
+        at, views = slot * self._step, self._views
+        if packed is not None:
+            assert self._packer is not None
+            self._packer.write(self._bytes, at, marks, packed)
+            for name in self.large:
+                views[name][slot] = row[name]
+            return
         for name, value in row.items():
             views[name][slot] = value
+        _MARKS.pack_into(self._bytes, at, *marks)
+
+    def _block_packer(self, count: int) -> BlockPacker | None:
+        if self._packer is None or count * self._step > MOST_BYTES:
+            return None
+        assert self.layout is not None
+        self._blocks = BlockPacker(self.layout, count)
+        return self._blocks
+
+    def link(self, slot: int, ahead: int) -> None:
+        """Let a slot know how far ahead its next row lies."""
+        _LINK.pack_into(self._bytes, slot * self._step + _AHEAD_AT, ahead)
 
     def write_block(
         self, begin: int, count: int, arrays: Mapping[str, Any], marks: np.ndarray, links: Any, linked: int
@@ -139,18 +169,19 @@ class TransitionStorage:
         """Copy columns [count, ...], and marks [count] without fields, into the slots from ``begin`` on; let the
         ``linked`` slots before them know how far ahead their next row lies."""
         slots, views = slice(begin, begin + count), self._views
-        for name, array in arrays.items():
-            if count >= _MANY and name in self._runs and array.flags.c_contiguous:
-                runs = self._runs[name]
-                runs[slots] = as_runs(array, runs.itemsize)
-            else:
+        packer = self._blocks
+        if packer is None or packer.count != count:
+            packer = self._block_packer(count)
+        if packer is not None:
+            packer.write(arrays, marks)
+            self._whole[slots] = packer.whole
+            for name in self.large:
+                views[name][slots] = arrays[name]
+        else:
+            for name, array in arrays.items():
                 views[name][slots] = array
-        self._plain[slots] = marks
+            self._plain[slots] = marks
         views[AHEAD][begin - linked : begin] = links
-
-    def mark(self, slot: int, *marks: int) -> None:
-        """Write the marks of one slot, in the order of :data:`MARKS`."""
-        _PACKED.pack_into(self._bytes, slot * self._step, *marks)
 
     def mark_serials(self, slots: slice, key: int) -> None:
         """Write the serials of rows whose keys follow each other from ``key`` on."""

@@ -162,9 +162,11 @@ class SharedRing(Ring):
         self._lose(min(self.added, self.added + count - self.capacity))
         return super().extend(arrays, count, envs, ends, version, mixed=mixed)
 
-    def append(self, row: Mapping[str, Any], env: int, end: int, version: int) -> int:
+    def append(
+        self, row: Mapping[str, Any], env: int, end: int, version: int, packed: list[Any] | None = None
+    ) -> int:
         self._lose(self.added + 1 - self.capacity)
-        return super().append(row, env, end, version)
+        return super().append(row, env, end, version, packed)
 
     def clear(self) -> None:
         self._spill.set_aside(self.added, self.storage)
