@@ -52,11 +52,15 @@ class Needs:
 
 
 def slice_keys(ring: Ring, keys: Ints, slices: Slices) -> tuple[Ints, Ints]:
-    """Return the keys of slices that begin at ``keys`` [n].
+    """Return the keys of slices that begin at ``keys`` [n], which can be drawn for them.
 
     Returns:
         keys [n, window] and whether each is one of the slice's own rows; where not, the last one is repeated.
     """
+    stride = ring.stride
+    if stride and not slices.pad:  # each has all of its rows, or it could not be drawn
+        every = keys[:, None] + np.arange(0, slices.span * stride, slices.dilation * stride)
+        return every, np.ones(every.shape, bool)
     chain, counts = ring.chain(keys, slices.span)
     places = np.arange(0, slices.span, slices.dilation)
     mask = places < counts[:, None]
