@@ -75,13 +75,17 @@ def trained(found: list[Rollout]) -> list[tuple[int, list[float], float]]:
 
 async def test_rollouts_are_those_of_this_process_though_a_node_is_lost_and_another_comes(cluster: Any) -> None:
     found: list[Rollout] = []
-    given = task(60, on_cluster.where_async, on_failure="fail_fast")
+    given = task(60, on_cluster.held_async, on_failure="fail_fast")
+    first_node = {"resources": {"node:__internal_head__": 0.001}, "num_cpus": 0}
+    gate: Any = ray.remote(on_cluster.Gate).options(name="gate", **first_node).remote(8)
     async with pipeline(given, engine=engine(4), capacity=30) as pipe:
         await pipe.start()
         async for batch in pipe.batches(groups=5):
             found += batch.rollouts
             if batch.step == 3:
+                await gate.full.remote()  # as many as can run at once: each node has some
                 cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)
+                await gate.open.remote()
             if batch.step == 6:
                 cluster.nodes.append(cluster.add_node(num_cpus=2, object_store_memory=100 << 20))
         pipe.ledger.check()
