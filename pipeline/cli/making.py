@@ -62,7 +62,10 @@ def lines(made: Made, *, dry: bool) -> Iterator[str]:
     yield f"{made.directory}: {'would be ' if dry else ''}{made.kind}, step {made.step}"
     what = {TRAJECTORIES: "trajectories", PIPELINE: "groups", PIPELINE_RANKS: "groups"}.get(made.kind, "episodes")
     rows = "rollouts" if what == "groups" else "rows"
-    yield f"  holds     {made.units} {what}, {made.rows} {rows}, {made.bytes} bytes"
+    units = f"{made.units} {what}, " if made.capacity is None else ""  # rows of pools go by themselves
+    yield f"  holds     {units}{made.rows} {rows}, {made.bytes} bytes"
+    if made.capacity is not None:
+        yield f"  built     with capacity={made.capacity}: a buffer goes on with it that has the same"
     if made.kind in (SHARDS, PIPELINE_RANKS):
         each = rows if made.kind == SHARDS else what
         yield f"  ranks     {len(made.shards)}; {each} of each: {', '.join(map(str, made.shards))}"

@@ -155,7 +155,7 @@ class Mover:
         Raises:
             Damaged: a block is not whole, or holds other rows than are listed.
         """
-        homes = (_PoolHomes if shard.pool else _Homes)(shard, shares, self._wanted)
+        homes = self.homes(shard, shares)
         by_first = {block.first: block for block in blocks}
         with contextlib.closing(ahead(self._reader.each(block.place for block in by_first.values()))) as places:
             for place, found in places:
@@ -175,7 +175,11 @@ class Mover:
                 self.bytes_read += len(found)
                 yield from self._packed(homes, sorted_, keys, arrays)
 
-    def _packed(self, homes: _Homes, found: _Found, keys: Ints, arrays: Arrays) -> Iterator[tuple[int, SomeRows]]:
+    def homes(self, shard: ShardOnDisk, shares: Shares) -> Homes:
+        """Return what says where the rows of a shard go, and how they are marked there."""
+        return (PoolHomes if shard.pool else Homes)(shard, shares, self._wanted)
+
+    def _packed(self, homes: Homes, found: Found, keys: Ints, arrays: Arrays) -> Iterator[tuple[int, SomeRows]]:
         layout, count = self._row_layout, len(keys)
         if len(self._records) < count:
             self._records = np.empty(count, layout.record)
@@ -217,7 +221,7 @@ class Mover:
                 self._files.unlink(self.path(self._rank, rank))
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """Where the rows [n] of a block are to go.
 
     Attributes:
@@ -244,7 +248,7 @@ class _Found(NamedTuple):
                 yield int(self.runs[begin, 0]), self.runs[begin:end, 1:], self.order[ends[begin] : ends[end]]
 
 
-class _Homes:
+class Homes:
     """Where the rows of a shard are to go, and what there is of each beside its block."""
 
     def __init__(self, shard: ShardOnDisk, shares: Shares, wanted: Wanted) -> None:
@@ -281,7 +285,7 @@ class _Homes:
         arrays[END] = self._ends.of(keys, arrays[END])
         return keys, arrays
 
-    def find(self, keys: Ints, arrays: Arrays, where: str) -> _Found:
+    def find(self, keys: Ints, arrays: Arrays, where: str) -> Found:
         """Return where rows are to go.
 
         Raises:
@@ -293,7 +297,7 @@ class _Homes:
             raise unlisted(where)
         if not len(table.number):
             none = np.empty(0, np.int64)
-            return _Found(at, at, at, at, none, np.empty((0, 3), np.int64))
+            return Found(at, at, at, at, none, np.empty((0, 3), np.int64))
         place = arrays[PLACE].astype(np.int64) - self._skipped[at]
         if ((place < 0) | (place >= table.rows[at]))[listed].any():
             raise Damaged(f"{where}: a row lies beyond its episode as it is listed. resume() an older generation")
@@ -309,9 +313,9 @@ class _Homes:
         runs, begins = runs[chosen], begins[chosen]
         counts = runs[:, 2]
         spread = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        return _Found(at, place, rank, row, order[spread], runs)
+        return Found(at, place, rank, row, order[spread], runs)
 
-    def mark(self, records: np.ndarray, found: _Found, arrays: Arrays) -> None:
+    def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
         """Write the marks that rows have where they go."""
         if not len(self._table.number):
             return
@@ -330,8 +334,8 @@ class _Homes:
         return self._aside[low:high] - (keys[0] if len(keys) else 0), [each[low:high] for each in self._nexts]
 
 
-class _PoolHomes(_Homes):
-    """As :class:`_Homes`, of rows that lie in any order: each goes by itself. For keys stands which of the shard's rows
+class PoolHomes(Homes):
+    """As :class:`Homes`, of rows that lie in any order: each goes by itself. For keys stands which of the shard's rows
     they are, oldest first."""
 
     def __init__(self, shard: ShardOnDisk, shares: Shares, wanted: Wanted) -> None:
@@ -347,30 +351,26 @@ class _PoolHomes(_Homes):
         rows = self._shard.pool["at"][own] - block.first
         arrays = {name: array[rows] for name, array in arrays.items()}
         keys = self._shard.pool["keys"][own]
-        order = np.argsort(keys)
-        for name, changed, values in self._written:
-            found = np.searchsorted(keys[order], changed)
-            inside = np.flatnonzero(found < len(keys))
-            inside = inside[keys[order][found[inside]] == changed[inside]]
-            places = order[found[inside]]
-            for at, value in zip(places.tolist(), values[inside], strict=True):
-                arrays[name][at] = packed_row(value) if arrays[name].dtype == object else value
-        ends = self._ends.of(keys, arrays[END])
-        # Environments begin anew: what had no end yet ends where it is.
-        ends[np.isin(self._table.number[own], self._opened) & (ends == GOES_ON)] = CUT
-        arrays[END] = ends
+        put_back_by_key(arrays, keys, self._written)
+        arrays[END] = self.ended(own, self._ends.of(keys, arrays[END]))
         return own, arrays
 
-    def find(self, keys: Ints, arrays: Arrays, where: str) -> _Found:
+    def ended(self, own: Ints, ends: Ints) -> Ints:
+        """Return how rows end an episode where they go, of how they end one here. Environments begin anew there: what
+        had no end yet ends where it is."""
+        ends[np.isin(self._table.number[own], self._opened) & (ends == GOES_ON)] = CUT
+        return ends
+
+    def find(self, keys: Ints, arrays: Arrays, where: str) -> Found:
         rank, row = self._ranks[keys], self._places[keys]
         order = np.lexsort((row, rank))
         order = order[rank[order] >= 0]
         begins = np.flatnonzero((np.diff(rank[order], prepend=-2) != 0) | (np.diff(row[order], prepend=-2) != 1))
         counts = np.diff(np.append(begins, len(order)))
         runs = np.stack([rank[order[begins]], row[order[begins]], counts], axis=1)
-        return _Found(keys, np.zeros_like(keys), rank, row, order, runs)
+        return Found(keys, np.zeros_like(keys), rank, row, order, runs)
 
-    def mark(self, records: np.ndarray, found: _Found, arrays: Arrays) -> None:
+    def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
         records[EPISODE], records[PLACE] = arrays[EPISODE] + self._before, arrays[PLACE]
         records[AHEAD], records[BEHIND] = 0, 0
         records[SERIAL] = found.row.astype(np.uint32)
@@ -411,3 +411,15 @@ def write_back_into(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Int
             else:
                 for at, value in zip(places.tolist(), values[low:high], strict=True):
                     array[at] = packed_row(value)
+
+
+def put_back_by_key(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Ints, Any]]) -> None:
+    """As :func:`write_back_into`, of rows whose ``keys`` are in any order, and of arrays that may be changed."""
+    order = np.argsort(keys)
+    for name, changed, values in written:
+        found = np.searchsorted(keys[order], changed)
+        inside = np.flatnonzero(found < len(keys))
+        inside = inside[keys[order][found[inside]] == changed[inside]]
+        places = order[found[inside]]
+        for at, value in zip(places.tolist(), values[inside], strict=True):
+            arrays[name][at] = packed_row(value) if arrays[name].dtype == object else value

@@ -173,6 +173,19 @@ def take_places(pool: Pool, state: BufferState, values: Mapping[str, Any]) -> No
     pool.take_places(state.pool, {name: plain[f"pool.{name}"] for name in ("keys", "serials", "at")})
 
 
+def places_of(added: int, size: int) -> dict[str, Ints]:
+    """Return where the rows of a new pool lie, of whose ``added`` rows the newest ``size`` are there, as what a
+    generation holds of it: one after the other, in slots and on the disk."""
+    rows = np.arange(size)
+    return {"pool.keys.int64": rows, "pool.serials.int64": added - size + rows, "pool.at.int64": rows}
+
+
+def numbers_of(size: int, not_kept: int) -> list[int]:
+    """Return what a new pool's state says beside :func:`places_of`; see
+    :attr:`~pipeline.replay.state.BufferState.pool`."""
+    return [0, size, not_kept, size]
+
+
 def fill_pool(pool: Pool, state: BufferState, values: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> None:
     """Give a pool without rows those of a state, oldest first: columns and marks [n, ...]. Nothing of it is on the disk
     then.

@@ -20,7 +20,7 @@ from pipeline.checkpoint.shares import Counted
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.episode_ids import EpisodeTable, maker, table_of_rows
 from pipeline.replay.loading import read_values
-from pipeline.replay.state import STATE_FILE, BufferState, read_buffer_state
+from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, read_buffer_state
 from pipeline.store.segments import Block, needed_blocks, read_blocks
 
 Ints = np.ndarray
@@ -159,6 +159,27 @@ def read_shard(stored: Stored, rank: int, *, whole: bool = False, pools: bool = 
             "generation"
         )
     return ShardOnDisk(rank, stored, state, unknown, table, blocks, pool)
+
+
+def pool_on_disk(
+    stored: Stored, state: BufferState, unknown: dict[str, Any], rank: int = 0, *, before: int = 0
+) -> ShardOnDisk:
+    """Return what a generation, whose files were compared with its manifest, says of a buffer whose rows lie in any
+    order, as if it were the shard of a rank. Blocks.
+
+    Raises:
+        Damaged: it does not fit together.
+    """
+    folders = (STATE_FILE, BLOCKS_FILE, f"{VALUES_FOLDER}/")
+    own = [each for each in stored.manifest.files if each.path.startswith(folders)]
+    part = Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=own))
+    values = read_values(part)
+    table = table_of_rows(values, rank, stored.folder)
+    if len(table.number) != state.size:
+        raise Damaged(f"{stored.folder}: {state.size} rows, and {len(table.number)} are listed. Restore it from a copy")
+    pool = {name: values[f"pool.{name}.int64"] for name in ("keys", "at")}
+    blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
+    return ShardOnDisk(rank, part, state, unknown, table, blocks, pool, before)
 
 
 def check_files(stored: Stored, rank: int, needed: Sequence[FileInfo], *, whole: bool = False) -> None:

@@ -7,7 +7,7 @@ of it; of a run that a tool made, part and key of each row lie beside the rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,10 +23,10 @@ from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, MadeOf
 from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
-from pipeline.errors import ConfigError, Damaged
+from pipeline.errors import Damaged
 from pipeline.replay.loading import blocks_of, read_values
 from pipeline.replay.moving import write_back_into, written_of
-from pipeline.replay.state import VALUES_FOLDER, BufferState, Ends, read_buffer_state
+from pipeline.replay.state import VALUES_FOLDER, Ends, read_buffer_state
 from pipeline.store.files import plain_handle
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
@@ -135,13 +135,11 @@ class RowsOnDisk:
 
         Raises:
             Damaged: something is missing or was changed.
-            ConfigError: the rows are such that they cannot be moved.
         """
         check_generation(stored)
         self.stored = stored
         self.state, self.unknown = read_buffer_state(stored.folder)
-        check_movable(self.state, source.directory)
-        self.where = source.directory if own.shard < 0 else f"{source.directory}, shard {own.shard}"
+        self.where = where_of(source, own)
         self.schema = self.state.schema
         self.nexts = self.state.next_obs_columns or []
         """Columns of next observations, if rows share these."""
@@ -302,47 +300,62 @@ class RowsOnDisk:
     def _origins(self, number: Ints) -> tuple[Ints, Ints]:
         if not self.made:
             return np.full(len(number), self.ranks[0]), number
-        count = next(info.bytes for info in self.stored.manifest.files if info.path == EPISODES_FILE) // 24
-        known = self._file(EPISODES_FILE).read(0, 3 * count).reshape(count, 3)
-        known = known[np.argsort(known[:, 0])]
-        at = np.minimum(np.searchsorted(known[:, 0], number), count - 1)
-        if len(number) and not np.array_equal(known[at, 0], number):
-            raise Damaged(f"{self.where}: holds rows of episodes of which it is not said where they came from")
-        return self.ranks[known[at, 1]], known[at, 2]
+        count = next(info.bytes for info in self.stored.manifest.files if info.path == EPISODES_FILE) // 8
+        part, origin = origins_listed(self._file(EPISODES_FILE).read(0, count), number, self.where)
+        return self.ranks[part], origin
 
     def _marks(self, names: Sequence[str]) -> Iterator[tuple[Arrays, int]]:
         if self.schema is None:
             return
         written = [each for each in written_of(self.state, self._written_values()) if each[0] in names]
-        wanted: Columns = {each.name: (each.bits, each.shape) for each in self.schema.columns if each.name in names}
-        wanted = {**wanted, **{name: (MARKS[name], ()) for name in KEPT_MARKS}}
         for block, keep, at in self._ranges():
-            if block.sums < 0:
-                payload = self._held.payload(block)
-                arrays = decode_block(payload, self.schema, block.count, self._held.where(block))
-                arrays = {name: arrays[name][keep] for name in wanted}
-            else:
-                checked = CheckedBlock(
-                    self._held.reader(block), block.length, block.sums, wanted, block.count, self._damaged(block)
-                )
-                arrays = checked.read(keep, checked.ranges(keep, wanted))
+            arrays = columns_of_block(self._held, block, self.schema, [*KEPT_MARKS, *names], keep)
             write_back_into(arrays, np.arange(block.first + keep.start, block.first + keep.stop), written)
             yield arrays, at
 
-    def _damaged(self, block: Block) -> Callable[[int], Damaged]:
-        return lambda at: self._held.damaged(block, at)
 
-
-def rows_of(source: Source) -> list[RowsOnDisk]:
-    """Return the rows of a source: one, or one for each shard.
+def columns_of_block(held: HeldSegments, block: Block, schema: Schema, names: Sequence[str], keep: slice) -> Arrays:
+    """Return some columns and marks of those rows of a block that are wanted.
 
     Raises:
-        ConfigError: they cannot be moved.
-        Damaged: something is missing or was changed.
+        Damaged: it is not whole.
+    """
+    own = [each for each in schema.columns if each.name in names]
+    wanted: Columns = {name: (MARKS[name], ()) for name in names if name in (MARKS.names or ())}
+    wanted = {**wanted, **{each.name: (each.bits, each.shape) for each in own}}
+    if block.sums < 0 or any(each.nbytes >= LARGE for each in own):  # which may be compressed
+        arrays = decode_block(held.payload(block), schema, block.count, held.where(block))
+        found = {name: arrays[name][keep] for name in wanted}
+        packed = [each for each in own if found[each.name].dtype == object]
+        return {**found, **{each.name: unpacked(found[each.name], each.shape, each.bits) for each in packed}}
+    reader = held.reader(block)
+    checked = CheckedBlock(reader, block.length, block.sums, wanted, block.count, lambda at: held.damaged(block, at))
+    return checked.read(keep, checked.ranges(keep, wanted))
+
+
+def origins_listed(table: np.ndarray, number: Ints, where: str) -> tuple[Ints, Ints]:
+    """Return the parts that episodes are of, and their numbers there, as a flat ``EPISODES_FILE`` says.
+
+    Raises:
+        Damaged: it does not say it of one.
+    """
+    known = table.reshape(-1, 3)
+    known = known[np.argsort(known[:, 0])]
+    at = np.minimum(np.searchsorted(known[:, 0], number), len(known) - 1)
+    if len(number) and not (len(known) and np.array_equal(known[at, 0], number)):
+        raise Damaged(f"{where}: holds rows of episodes of which it is not said where they came from")
+    return known[at, 1], known[at, 2]
+
+
+def stored_parts(source: Source) -> list[tuple[Stored, MadeOf]]:
+    """Return the generation of a source, or each of its shards as if it were one, and what names it.
+
+    Raises:
+        Damaged: one is missing.
     """
     manifest = source.stored.manifest
     if manifest.kind != SHARDS:
-        return [RowsOnDisk(source, source.stored, source.part())]
+        return [(source.stored, source.part())]
     if [each.rank for each in manifest.shards] != list(range(manifest.world_size)):
         raise Damaged(f"{source.stored.folder}: {manifest.world_size} ranks wrote it, and shards are listed of others")
     found = []
@@ -350,19 +363,22 @@ def rows_of(source: Source) -> list[RowsOnDisk]:
         shard = shard_of(source.stored, rank)
         if not shard.manifest.files:
             raise Damaged(f"{source.stored.folder}: the shard of rank {rank} is missing. Restore it from a copy")
-        found.append(RowsOnDisk(source, shard, source.part(rank)))
+        found.append((shard, source.part(rank)))
     return found
 
 
-def check_movable(state: BufferState, where: str) -> None:
-    """Refuse rows that cannot be taken out of their buffer.
+def where_of(source: Source, own: MadeOf) -> str:
+    """Return what a source, or a shard of it, is called, for people."""
+    return source.directory if own.shard < 0 else f"{source.directory}, shard {own.shard}"
+
+
+def rows_of(source: Source) -> list[RowsOnDisk]:
+    """Return the rows of a source: one, or one for each shard.
 
     Raises:
-        ConfigError: the message names the option that they were saved with.
+        Damaged: something is missing or was changed.
     """
-    if state.remove != "fifo":
-        why = f"{where}: such rows cannot be merged, split or resharded yet; load them with the options that they had"
-        raise ConfigError.of("remove", state.remove, why)
+    return [RowsOnDisk(source, stored, own) for stored, own in stored_parts(source)]
 
 
 def telling(every: Sequence[RowsOnDisk]) -> list[RowsOnDisk]:

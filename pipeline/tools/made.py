@@ -16,11 +16,13 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     """Empty on a dry run."""
     step: int = 0
     units: int = 0
-    """Episodes, trajectories or groups."""
+    """Episodes, trajectories or groups; of pools, rows."""
     rows: int = 0
     """Transitions; of groups, their rollouts."""
     shards: list[int] = []
     """Rows of each rank, if ranks have it; of a pipeline, finished groups."""
+    capacity: int | None = None
+    """Of a pool: what the buffer that goes on with it is built with. None: it is none, and that may have any."""
     bytes: int = 0
     """Of payloads; on a dry run, of those that they would be copied from."""
     linked: int = 0

@@ -10,13 +10,15 @@ import numpy as np
 from pipeline.checkpoint.manifest import REPLAY, TRAJECTORIES
 from pipeline.errors import ConfigError
 from pipeline.store.files import FilesLike
-from pipeline.tools import groups
+from pipeline.tools import groups, routing_pools
 from pipeline.tools.grouping import group
 from pipeline.tools.groups import every_group
 from pipeline.tools.kept_rows import rows_of
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
+from pipeline.tools.pools import are_pools, every_pool, pools_of
 from pipeline.tools.routing import Aim, Every, dry, every_row, limiter_of, route
+from pipeline.tools.routing_pools import aims_of, route_pools
 from pipeline.tools.shelves import every_trajectory, shelve, told_of
 from pipeline.tools.sources import Paths, Source, each_of, of_one_kind, open_source
 
@@ -41,6 +43,9 @@ def merge(
     in the order of their names, with the numbers in these as numbers. What was merged, or split off, before comes in
     the order that it had in the runs of which it was made: so it does not matter in how many steps a merge is done, and
     parts that were split are what they had been of. What the trainer had attached is left out.
+
+    Of buffers from which others than the oldest rows go first (``remove=``) each row goes by itself; they are merged
+    with each other alone.
 
     Args:
         runs: folders of runs: buffers of transitions, of one process or of ranks; or buffers of trajectories; or
@@ -85,10 +90,20 @@ def opened(runs: Sequence[str]) -> list[Source]:
 
 
 def _merged_rows(sources: Sequence[Source], outputs: Outputs, dry_run: bool, told: Told | None) -> Made:
+    if are_pools(sources):
+        return _merged_pools(sources, outputs, dry_run, told)
     every = every_row(sources, [rows for source in sources for rows in rows_of(source)])
     if dry_run:
         return dry(every, _all(every), outputs.each[0].directory)
     return _made(outputs, lambda: route(every, [_all(every)], outputs, TOOL, told))
+
+
+def _merged_pools(sources: Sequence[Source], outputs: Outputs, dry_run: bool, told: Told | None) -> Made:
+    every = every_pool(sources, pools_of(sources))
+    aims = aims_of(every, [np.arange(len(every.run))])
+    if dry_run:
+        return routing_pools.told_of(every, aims[0], outputs.each[0].directory)
+    return _made(outputs, lambda: route_pools(every, aims, outputs, TOOL, told))
 
 
 def _merged_trajectories(sources: Sequence[Source], outputs: Outputs, dry_run: bool, told: Told | None) -> Made:

@@ -11,13 +11,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Column, Schema
-from pipeline.buffer.transitions.layout import CUT, END
+from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.generations import GenerationWriter, check_generation
 from pipeline.checkpoint.listed import HEADLESS, OPEN
 from pipeline.checkpoint.manifest import (
-    BLOCKS_FILE,
     OWN_FOLDER,
     PIPELINE,
     PIPELINE_RANKS,
@@ -31,24 +29,26 @@ from pipeline.checkpoint.manifest import (
 from pipeline.config import Fields
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ConfigError
-from pipeline.replay.episode_ids import EpisodeTable, check_ranks, prefix_of
+from pipeline.replay.episode_ids import EpisodeTable, check_ranks, prefix_of, values_of_rows
 from pipeline.replay.handing import SomeRows
 from pipeline.replay.moving import Gone, Mover, Wanted, extras_named
+from pipeline.replay.pooling import numbers_of, places_of
 from pipeline.replay.resharding import Rank, open_in, state_of_rank, table_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
-from pipeline.replay.shards import ShardOnDisk, Shares, common_schema, read_shards, share_out
-from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
+from pipeline.replay.shards import ShardOnDisk, Shares, common_schema, part_of, pool_on_disk, read_shards, share_out
+from pipeline.replay.state import BufferState, read_buffer_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile
-from pipeline.tools.kept_rows import RowsOnDisk, check_movable
+from pipeline.tools.kept_rows import RowsOnDisk, stored_parts
 from pipeline.tools.linking import life_after, related_run, take_segments
 from pipeline.tools.made import Made
-from pipeline.tools.output import GrowingFile, Output, Outputs, Told
+from pipeline.tools.output import Output, Outputs, Told
+from pipeline.tools.packing import PackedWriter
 from pipeline.tools.resharding_groups import reshard_groups
 from pipeline.tools.routing import check_count
-from pipeline.tools.scattered import Heap, Packed, ScatteredRows
+from pipeline.tools.scattered import Heap, ScatteredRows
 from pipeline.tools.sources import KINDS, Source, open_source
-from pipeline.tools.writing import AsideWriter, BlockWriter, SegmentWriter, Wrote, committed
+from pipeline.tools.writing import SegmentWriter, Wrote, committed
 
 Ints = np.ndarray
 TOOL = "reshard"
@@ -120,10 +120,10 @@ def _check_kind(source: Source, capacity: int | None, *, evict: bool) -> None:
 
 def _shards(source: Source) -> list[ShardOnDisk]:
     if source.kind == SHARDS:
-        shards = read_shards(source.stored)
-        for each in shards:
-            check_movable(each.state, source.directory)
-        return shards
+        return read_shards(source.stored, pools=True)
+    state, unknown = read_buffer_state(source.stored.folder)
+    if state.remove != "fifo":
+        return [pool_on_disk(source.stored, state, unknown)]
     rows = RowsOnDisk(source, source.stored, source.part())
     found = rows.episodes()  # none of those that were dropped
     going = {number for _, _, number, _ in rows.state.open_episodes}
@@ -156,6 +156,8 @@ class Job:
         evict: bool = False,
     ) -> None:
         self.source, self.shards, self.capacity = source, shards, capacity
+        self.pooled = any(each.state.remove != "fifo" for each in shards)
+        """Whether rows lie in any order, and each goes by itself."""
         room, anew = MOST_ROWS if capacity is None else capacity, rebalance or source.kind == REPLAY
         where = source.stored.folder
         self.shares: Shares = share_out(shards, to, room, rebalance=anew, evict=evict, where=where)
@@ -196,7 +198,8 @@ class Job:
         for name in sorted({name for each in manifest.shards for name in each.own}):
             notes[f"{OWN_FOLDER}/{name}.safetensors"] = "what a rank had attached for itself, and the ranks are others"
         if evicted:
-            notes["episodes"] = f"no room for the {len(evicted)} oldest, {self.shares.plan.evicted_steps} rows"
+            what = "rows" if self.pooled else "episodes"
+            notes[what] = f"no room for the {len(evicted)} oldest, {self.shares.plan.evicted_steps} rows"
         return Made(
             directory=directory,
             kind=SHARDS,
@@ -205,6 +208,7 @@ class Job:
             units=sum(len(each.table.uid) for each in self.shards) - len(evicted),
             rows=sum(self.shares.rows),
             shards=list(self.shares.rows),
+            capacity=self._room if self.pooled else None,
             bytes=sum(block.length for block in blocks) if written is None else written,
             left_out=notes,
             made_of=[self.source.part()],
@@ -291,30 +295,16 @@ class Job:
             table, named = aside.close_gaps(table, prefix_of(target.life, rank))
             self.split += named
             rows = int(table.rows.sum())
-        selected, schema = self.selected(), common_schema(self.shards)
-        selection = selected.selection if rows else self.shards[0].state.selection
-        part = target.part(rank, selected.extras, self.nexts)
+        schema, first = common_schema(self.shards), 0 if self.pooled else added - rows
+        part = target.part(rank, self.selected().extras, self.nexts)
         with contextlib.closing(part):
             if aside is not None and schema is not None and rows:
-                part.write(schema, added - rows, aside.each(self.source.directory, added - rows))
-            options = self.source.stored.manifest.options
-            state = state_of_rank(
-                self.shards,
-                Rank(rank, self.ranks, int(options.get("seed", 0)), target.life + 1),
-                BufferState(
-                    columns=None if schema is None else list(schema.columns),
-                    capacity=self.capacity or max([rows, *(each.state.capacity for each in self.shards)]),
-                    added=added,
-                    size=rows,
-                    next_episode=len(table.uid),
-                    open_episodes=open_in(table, added - rows),
-                    cut_keys=part.cuts,
-                    selection=selection,
-                    selector=selected.state(added) if selection else {},
-                    next_obs_columns=self.nexts or None,
-                ),
-            )
-            wrote = part.finish(state, table, self.shards[0])
+                part.write(schema, first, aside.each(self.source.directory, first))
+            state = self._state(Rank(rank, self.ranks, self._seed, target.life + 1), table, added, part.cuts)
+            values = table.values()
+            if self.pooled:
+                values = values_of_rows(table.uid, table.age) | places_of(added, rows)
+            wrote = part.finish(state, self.shards[0].unknown, values, TOOL)
         source = self.source
         ages = [each.age for each in source.stored.manifest.shards] if source.kind == SHARDS else []
         return wrote, ShardInfo(
@@ -323,9 +313,41 @@ class Job:
             saved=rows,
             added=added,
             bytes=part.bytes,
-            episodes=len(table.uid),
+            episodes=0 if self.pooled else len(table.uid),
             age=max(ages or [self.shards[0].state.added]),
         )
+
+    @property
+    def _room(self) -> int:
+        """What the buffer of each rank is built with, if it is a pool's: one number for all."""
+        return self.capacity or max([*self.shares.rows, *(each.state.capacity for each in self.shards)])
+
+    @property
+    def _seed(self) -> int:
+        return int(self.source.stored.manifest.options.get("seed", 0))
+
+    def _state(self, rank: Rank, table: EpisodeTable, added: int, cuts: list[int]) -> BufferState:
+        """Return the state of a rank's buffer, whose rows are those of a table."""
+        rows, schema, selected = int(table.rows.sum()), common_schema(self.shards), self.selected()
+        selection = selected.selection if rows else self.shards[0].state.selection
+        first, states = added - rows, [each.state for each in self.shards]
+        state = BufferState(
+            columns=None if schema is None else list(schema.columns),
+            capacity=self._room,
+            added=added,
+            size=rows,
+            next_episode=len(table.uid),
+            open_episodes=[] if self.pooled else open_in(table, first),
+            cut_keys=cuts,
+            selection=selection,
+            selector=selected.state(added) if selection else {},
+            next_obs_columns=self.nexts or None,
+        )
+        if self.pooled:
+            gone = part_of(sum(each.pool[2] for each in states), rank.size, rank.rank)
+            state.next_episode = sum(each.next_episode for each in states)
+            state.remove, state.pool = states[0].remove, numbers_of(rows, gone)
+        return state_of_rank(self.shards, rank, state)
 
 
 class _Target(NamedTuple):
@@ -337,75 +359,10 @@ class _Target(NamedTuple):
     generation: GenerationWriter
     life: int
 
-    def part(self, rank: int, extras: Sequence[str], nexts: Sequence[Column]) -> _Part:
+    def part(self, rank: int, extras: Sequence[str], nexts: Sequence[Column]) -> PackedWriter:
         """Return what writes a rank's part."""
         segments = SegmentWriter(self.layout, self.files, self.run.tag, incarnation=self.life, rank=rank)
-        return _Part(self, shard_prefix(rank), segments, extras, nexts)
-
-
-class _Part:
-    """A rank's part of the new run while it is written."""
-
-    def __init__(
-        self,
-        target: _Target,
-        prefix: str,
-        segments: SegmentWriter,
-        extras: Sequence[str],
-        nexts: Sequence[Column],
-    ) -> None:
-        self._target, self._prefix, self._segments = target, prefix, segments
-        self._grown: list[GrowingFile] = []
-        self._aside: AsideWriter | None = None
-        self._blocks: BlockWriter | None = None
-        folder = f"{prefix}{VALUES_FOLDER}/"
-        try:
-            self._aside = AsideWriter(target.files, target.generation, folder, nexts)
-            for name in extras:
-                self._grown.append(GrowingFile(target.files, target.generation, folder + name))
-        except BaseException:
-            self.close()
-            raise
-        self.cuts: list[int] = []
-
-    @property
-    def bytes(self) -> int:
-        """Of payloads."""
-        return self._segments.bytes
-
-    def write(self, schema: Schema, first: int, rows: Iterator[Packed]) -> None:
-        """Write rows, whose keys follow each other from ``first`` on."""
-        self._blocks = BlockWriter(self._segments, schema, first)
-        assert self._aside is not None
-        for each in rows:
-            self.cuts += (first + np.flatnonzero(each.records[END] == CUT)).tolist()
-            self._aside.add(first + each.aside, each.nexts)
-            first += len(each.records)
-            self._blocks.add_records(each.records, each.large)
-            for file, values in zip(self._grown, each.extras, strict=True):
-                file.write(np.ascontiguousarray(values).tobytes())
-        self._blocks.flush()
-
-    def finish(self, state: BufferState, table: EpisodeTable, like: ShardOnDisk) -> Wrote:
-        """Write the rest of it."""
-        generation, blocks = self._target.generation, [] if self._blocks is None else self._blocks.blocks
-        generation.add(self._prefix + STATE_FILE, encode_state(state, like.unknown))
-        generation.add(self._prefix + BLOCKS_FILE, msgspec.msgpack.encode(blocks))
-        for name, each in table.values().items():
-            generation.add(f"{self._prefix}values/{name}", each.tobytes())
-        assert self._aside is not None
-        self._aside.finish()
-        for file in self._grown:
-            file.finish()
-        return self._segments.finish(time.time(), TOOL)
-
-    def close(self) -> None:
-        """Give files back, if it was not finished."""
-        self._segments.close()
-        for file in self._grown:
-            file.close()
-        if self._aside is not None:
-            self._aside.close()
+        return PackedWriter(self.files, self.generation, segments, shard_prefix(rank), extras, nexts)
 
 
 def _manifest(
@@ -425,9 +382,13 @@ def _manifest(
     )
 
 
+def _states(source: Source) -> list[BufferState]:
+    return [read_buffer_state(stored.folder)[0] for stored, _ in stored_parts(source)]
+
+
 def _as_it_was(source: Source, outputs: Outputs, *, dry_run: bool) -> Made:
     """Each rank keeps its shard."""
-    before = source.stored.manifest
+    before, pools = source.stored.manifest, [state for state in _states(source) if state.remove != "fifo"]
     total = sum(info.live if info.live >= 0 else info.bytes for info in before.segments)
 
     def told(directory: str, run_id: str = "", linked: int = 0) -> Made:
@@ -436,9 +397,10 @@ def _as_it_was(source: Source, outputs: Outputs, *, dry_run: bool) -> Made:
             kind=SHARDS,
             run_id=run_id,
             step=before.step,
-            units=sum(each.episodes for each in before.shards),
+            units=sum(each.held if pools else each.episodes for each in before.shards),
             rows=sum(each.held for each in before.shards),
             shards=[each.held for each in before.shards],
+            capacity=pools[0].capacity if pools else None,
             bytes=total,
             linked=min(linked, total),
             made_of=[source.part()],

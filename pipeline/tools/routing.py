@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +20,8 @@ from pipeline.checkpoint.manifest import REPLAY, MadeOf, Manifest
 from pipeline.errors import ConfigError
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.state import BufferState
-from pipeline.store.layout import Layout, write_file
+from pipeline.store.files import FilesLike
+from pipeline.store.layout import Layout, RunFile, write_file
 from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_nexts, common_schema, telling
 from pipeline.tools.made import Made
 from pipeline.tools.mixing import mixed
@@ -175,14 +177,8 @@ class _Target:
             made_of=parts,
         )
         whole = self.writer.finish(state, _unknown(every), manifest, time.time())
-        ids = {
-            "parts": parts,
-            "episodes": table.tolist(),
-            "environments": [[now, every.streams[stream].where, env] for (stream, env), now in environments.items()],
-        }
-        files = self.output.files
-        write_file(files, f"{self.layout.directory}/{IDS_FILE}", msgspec.json.encode(ids) + b"\n")
-        self.layout.write_marker(files, self.run)
+        named = [[now, every.streams[stream].where, env] for (stream, env), now in environments.items()]
+        write_ids(self.output.files, self.layout, self.run, parts, table, named)
         return Made(
             directory=directory,
             kind=REPLAY,
@@ -241,15 +237,47 @@ def _going(every: Every, numbered: _Numbered) -> Iterator[_Going]:
 
 
 def _environments(every: Every, numbered: _Numbered) -> dict[tuple[int, int], int]:
-    """Return by (stream, environment) its number now: what it was, unless two would have one, and one of these an open
-    episode; then all are counted anew, in the order of the parts."""
-    going = sorted(_going(every, numbered))
+    going = [(each.stream, each.env) for each in sorted(_going(every, numbered))]
     resting = {(stream, env) for stream, rows in enumerate(every.streams) for env in rows.state.awaiting_reset}
-    open_ones = [(each.stream, each.env) for each in going]
-    rest = sorted(resting - set(open_ones), key=lambda each: (int(every.streams[each[0]].ranks.min()), each[1]))
-    named = [env for _, env in open_ones]
+    return environments_of(going, resting, [each.ranks for each in every.streams])
+
+
+def environments_of(
+    going: Sequence[tuple[int, int]], resting: AbstractSet[tuple[int, int]], ranks: Sequence[Ints]
+) -> dict[tuple[int, int], int]:
+    """Return by (stream, environment) its number now: what it was, unless two would have one, and one of these an open
+    episode; then all are counted anew, in the order of the parts.
+
+    Args:
+        going: those that have an open episode, in that order.
+        resting: those whose next step is their reset.
+        ranks: by stream, where its parts stand among all.
+    """
+    rest = sorted(resting - set(going), key=lambda each: (int(ranks[each[0]].min()), each[1]))
+    named = [env for _, env in going]
     clash = len(set(named)) < len(named) or bool(set(named) & {env for _, env in rest})
-    return {each: number if clash else each[1] for number, each in enumerate([*open_ones, *rest])}
+    return {each: number if clash else each[1] for number, each in enumerate([*going, *rest])}
+
+
+def write_ids(
+    files: FilesLike,
+    layout: Layout,
+    run: RunFile,
+    parts: Sequence[MadeOf],
+    episodes: Ints,
+    environments: Sequence[Sequence[Any]],
+) -> None:
+    """Say what everything in a new run had been called, and make it a run: what is written last.
+
+    Args:
+        files, layout, run: of the new run.
+        parts: of which it is made.
+        episodes: [n, 3] what each is called, and its part and number there.
+        environments: what each is called, where it was, and as what.
+    """
+    ids = {"parts": parts, "episodes": episodes.tolist(), "environments": environments}
+    write_file(files, f"{layout.directory}/{IDS_FILE}", msgspec.json.encode(ids) + b"\n")
+    layout.write_marker(files, run)
 
 
 def _lying(every: Every) -> dict[str, Any]:
@@ -259,6 +287,8 @@ def _lying(every: Every) -> dict[str, Any]:
         return {}
     compress = {name: how for each in having for name, how in (each.options.get("compress") or {}).items()}
     found: dict[str, Any] = {"share_next_obs": bool(every.nexts), "compress": compress or None}
+    remove = having[0].options.get("remove")
+    found |= {"remove": remove} if remove is not None else {}  # another one may be of a buffer that has no rows
     return {**found, "fields": having[0].fields.to_dict()} if every.nexts else found
 
 

@@ -14,14 +14,16 @@ from pipeline.checkpoint.manifest import REPLAY, TRAJECTORIES
 from pipeline.errors import ConfigError
 from pipeline.ledger import FINISHED
 from pipeline.store.files import FilesLike
-from pipeline.tools import groups
+from pipeline.tools import groups, routing_pools
 from pipeline.tools.choosing import By, SplitBy
 from pipeline.tools.grouping import group
 from pipeline.tools.groups import EveryGroup, every_group
 from pipeline.tools.kept_rows import common_schema, rows_of
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
+from pipeline.tools.pools import EveryPool, are_pools, every_pool, pools_of
 from pipeline.tools.routing import Aim, Every, dry, every_row, limiter_of, route, shares_of
+from pipeline.tools.routing_pools import aims_of, route_pools
 from pipeline.tools.shelves import EveryTrajectory, every_trajectory, shelve, told_of
 from pipeline.tools.sources import Paths, Source, each_of, of_one_kind, open_source
 
@@ -50,7 +52,8 @@ def split(
         split("runs/a", ["runs/old", "runs/new"], count=100)  # the oldest 100 episodes, and the others
         split("runs/a", ["runs/good"], where="reward > 0.5")  # without a second folder the others are left out
 
-    Units are whole: episodes of a buffer of transitions, trajectories, finished groups of a pipeline. A part keeps
+    Units are whole: episodes of a buffer of transitions, trajectories, finished groups of a pipeline; and single rows
+    of a buffer from which others than the oldest go first (``remove=``). A part keeps
     their order, and what was split is put together again by :func:`~pipeline.tools.merge`. What the trainer had
     attached is left out.
 
@@ -83,12 +86,23 @@ def split(
 
 
 def _split_rows(source: Source, how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None) -> list[Made]:
+    if are_pools([source]):
+        return _split_pool(source, how, outputs, dry_run, told)
     every = _read(source, how)
     parts = _chosen(_parts(every, how, source), how, outputs)
     aims = dict(zip(parts, _aims(every, parts), strict=True))
     if dry_run:
         return [dry(every, aims[name], place) for name, place in _places(how, aims, outputs)]
     return _made(how, aims, outputs, lambda each, inner: route(every, each, inner, TOOL, told))
+
+
+def _split_pool(source: Source, how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None) -> list[Made]:
+    every = _read_pool(source, how)
+    parts = _chosen(_parts_of_pool(every, how, source), how, outputs)
+    aims = dict(zip(parts, aims_of(every, list(parts.values())), strict=True))
+    if dry_run:
+        return [routing_pools.told_of(every, aims[name], place) for name, place in _places(how, aims, outputs)]
+    return _made(how, aims, outputs, lambda each, inner: route_pools(every, each, inner, TOOL, told))
 
 
 def _split_trajectories(source: Source, how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None) -> list[Made]:
@@ -192,12 +206,43 @@ def _read(source: Source, how: SplitBy) -> Every:
     return every_row([source], streams, condition.columns, met)
 
 
-def _parts(every: Every, how: SplitBy, source: Source) -> dict[str, list[Ints]]:
-    """Return by the name of a part, by stream, which episodes it takes: [n] bool."""
+def _read_pool(source: Source, how: SplitBy) -> EveryPool:
+    pools = pools_of([source])
+    if how.where is None:
+        return every_pool([source], pools)
+    condition = how.condition()
+    for each in pools:
+        if each.schema is not None:
+            condition.check(RowLayout(each.schema))
+    return every_pool([source], pools, condition.columns, condition.mask)
+
+
+def _parts_of_pool(every: EveryPool, how: SplitBy, source: Source) -> dict[str, Ints]:
+    """Return by the name of a part which rows it takes, rising."""
+    _check_by(how, source)
+    rows = np.arange(len(every.run))
     if how.where is not None:
-        return _two([each.met for each in every.episodes])
+        met = every.of_rows([each.met for each in every.pools])
+        return {"first": rows[met], "rest": rows[~met]}
+    if how.by == "version":
+        versions = every.of_rows([each.version for each in every.pools])
+        known, counts = np.unique(versions, return_counts=True)
+        parts = np.split(np.argsort(versions, kind="stable"), np.cumsum(counts)[:-1]) if len(known) else []
+        return {f"version-{version}": part for version, part in zip(known.tolist(), parts, strict=True)}
+    first = how.first(len(rows))
+    return {"first": rows[:first], "rest": rows[first:]}
+
+
+def _check_by(how: SplitBy, source: Source) -> None:
     if how.by == "task":
         raise ConfigError.of("by", "task", f"{source.directory}: transitions are of no task; split by version or where")
+
+
+def _parts(every: Every, how: SplitBy, source: Source) -> dict[str, list[Ints]]:
+    """Return by the name of a part, by stream, which episodes it takes: [n] bool."""
+    _check_by(how, source)
+    if how.where is not None:
+        return _two([each.met for each in every.episodes])
     if how.by == "version":
         known = np.unique(np.concatenate([each.version for each in every.episodes]))
         return {

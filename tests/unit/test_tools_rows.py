@@ -339,10 +339,6 @@ class TestRefused:
         merge([two / "a", two / "b"], two / "ab")
         self.refused(two, r"row 0 of run \w+ \(.*/b\)", ["ab", "b"])
 
-    def test_rows_that_cannot_be_moved(self, two: Path) -> None:
-        play_plainly(two / "c", remove={"by": "max", "field": "reward"})
-        self.refused(two, "remove=.*cannot be merged, split or resharded yet", ["a", "c"])
-
     def test_other_columns(self, two: Path) -> None:
         with ReplayBuffer(50, directory=two / "c") as buffer:
             buffer.resume()
@@ -390,13 +386,6 @@ class TestRefused:
         with pytest.raises(Damaged, match="missing"):
             merge([two / "a", two / "b"], two / "m")
         assert sorted(each.name for each in two.iterdir()) == ["a", "b"]
-
-
-def play_plainly(directory: Path, **options: Any) -> None:
-    with ReplayBuffer(50, directory=directory, seed=1, **options) as buffer:
-        buffer.resume()
-        buffer.extend(odd_rows(3, 0, 2, done=[False, False]))
-        buffer.save(1, wait=True)
 
 
 def test_conditions_that_are_text() -> None:

@@ -1,0 +1,130 @@
+"""Pools, of which others than the oldest rows go first, for tools that take them apart and put them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import Prioritized, ReplayBuffer, Uniform, WithoutReplacement
+from pipeline.checkpoint import verify
+
+CAPACITY = 23
+REMOVERS: dict[str, Any] = {
+    "lifo": "lifo",
+    "stalest": "stalest",
+    "lowest_priority": "lowest_priority",
+    "min": {"by": "min", "field": "score"},
+    "max": {"by": "max", "field": "score"},
+}
+SELECTS: dict[str, Any] = {
+    "uniform": "uniform",
+    "uses": Uniform(uses=40),
+    "epoch_uses": WithoutReplacement(uses=40),
+    "prioritized": Prioritized(alpha=0.7, beta=0.4, new="current_max"),
+}
+CHOICES = {
+    f"{remove}-{select}": {"remove": REMOVERS[remove], "select": SELECTS[select]}
+    for remove in REMOVERS
+    for select in SELECTS
+    if remove != "lowest_priority" or select == "prioritized"
+}
+
+
+def made(directory: Path, capacity: int = CAPACITY, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer(capacity, directory=directory, **({"seed": 3, "remove": REMOVERS["min"]} | options))
+
+
+def rows(run: int, first: int, count: int) -> dict[str, Any]:
+    """Rows whose columns follow from their run and number, which no other row has."""
+    t = np.arange(first, first + count)
+    number = 1000 * run + t
+    return {
+        "run": np.full(count, run),
+        "t": t,
+        "image": np.repeat(number % 251, 2048).astype(np.uint8).reshape(count, 32, 64),
+        "score": (number * 37 % 101).astype(np.float32),
+        "value": number / 8,
+        "terminated": number % 7 == 6,
+    }
+
+
+def fill(buffer: ReplayBuffer, run: int, first: int, count: int, envs: int = 3) -> None:
+    """Add rows, whose episodes end at different times, by weights of versions that rise and fall."""
+    for begin in range(first, first + count, 5):
+        size = min(5, first + count - begin)
+        keys = np.array(buffer.extend(rows(run, begin, size), version=begin // 5 * 7 % 5, env=begin // 5 % envs))
+        if buffer.drawer.takes_priorities:
+            buffer.update_priorities(keys, 1 + np.arange(begin, begin + size) % 11)
+
+
+def play(directory: Path, run: int, count: int, capacity: int = CAPACITY, **options: Any) -> dict[str, Any]:
+    """Save a pool in two generations, in whose blocks lie rows that are gone, and return all that it holds: rows that
+    were drawn, a column that was written back, an episode that was cut, and open ones."""
+    with made(directory, capacity, **options) as buffer:
+        buffer.resume()
+        fill(buffer, run, 0, count // 2)
+        if buffer.can_sample():
+            buffer.sample(min(8, len(buffer)))
+        if count:
+            buffer.end_episode(0)
+        buffer.save(run, wait=True)
+        fill(buffer, run, count // 2, count - count // 2)
+        changed = buffer.ring.keys()[::3] if count else np.empty(0, np.int64)
+        if count:
+            buffer.write_back(changed, {"value": changed + 0.5})
+            buffer.sample(min(8, len(buffer)))
+        buffer.save(run + 1, wait=True)
+        return held(buffer)
+
+
+def held(buffer: ReplayBuffer) -> dict[str, Any]:
+    """All that a pool holds, oldest row first, but for the keys."""
+    ring, layout = buffer.ring, buffer.ring.storage.layout
+    keys = ring.keys()
+    slots = ring.slots(keys)
+    marks = ("#ahead", "#behind", "#serial")
+    names = [] if layout is None else [*(layout.record.names or ()), *ring.storage.large]
+    found: dict[str, Any] = {
+        name: [each.tobytes() for each in ring.storage.view(name)[slots]] for name in names if name not in marks
+    }
+    found["id"] = (
+        list(zip(*(ring.storage.view(name)[slots].tolist() for name in ("run", "t")), strict=True)) if names else []
+    )
+    found["mass"] = np.round(buffer.drawer.mass(keys), 12).tolist() if names else []
+    found["uses"] = {name: each.tolist() for name, each in buffer.drawer.arrays().items() if "used" in name}
+    serials = ring.serials(keys)
+    at = {serial: number for number, serial in enumerate(serials.tolist())}
+    # Environments whose newest row is not there begin anew where a pool is taken apart.
+    found["open"] = [[env, at[serial], *rest] for env, serial, *rest in ring.episodes.state() if serial in at]
+    found["next"] = ring.episodes.next
+    found["counts"] = buffer.statistics().added, buffer.statistics().sampled, ring.not_kept
+    return found
+
+
+def load(directory: Path, capacity: int = CAPACITY, **options: Any) -> dict[str, Any]:
+    """Resume a run and return all that it holds; what :func:`verify` says of it is good, and it can be drawn from."""
+    found = verify(str(directory))
+    assert found.whole, found.damages
+    assert not found.unpromised
+    with made(directory, capacity, **options) as buffer:
+        buffer.resume(continue_episodes=True)
+        there = held(buffer)
+        if len(buffer):
+            drawn = buffer.sample(min(8, len(buffer) // 2) or 1)
+            assert set(zip(drawn["run"].tolist(), drawn["t"].tolist(), strict=True)) <= set(there["id"])
+        return there
+
+
+def content(found: dict[str, Any]) -> dict[Any, Any]:
+    """What there is of each row by its id, wherever it lies."""
+    aside = ("open", "id", "draws", "#episode")
+    names = [name for name, each in found.items() if isinstance(each, list) and name not in aside]
+    used = [each for _, each in sorted(found["uses"].items())]
+    rows = {
+        which: (*(found[name][at] for name in names), *(each[at] for each in used))
+        for at, which in enumerate(found["id"])
+    }
+    assert len(rows) == len(found["id"])
+    return rows
