@@ -208,6 +208,7 @@ def _payloads(every: EveryGroup, place: int) -> Iterable[Place]:
 
 
 def uids_of(every: EveryGroup, taken: Ints) -> Ints:
-    """Return the uids that groups get: those that they have, or, where two have one, new ones from 0 on."""
-    uids = np.array([every.entry(place)[1].uid for place in np.flatnonzero(taken).tolist()], np.int64)
+    """Return the uids that groups get: those that they had in their parts, or, where two had one, new ones from 0 on:
+    so it does not matter in how many steps they came together."""
+    uids = every.uid[taken]
     return uids if len(np.unique(uids)) == len(uids) else np.arange(len(uids))

@@ -116,12 +116,21 @@ def _numbered(every: Every, aim: Aim) -> _Numbered:
         found.append(place)
         begin, rows = begin + count, rows + int(episodes.rows[taken].sum())
     named = np.stack([part[order], origin[order]], axis=1)
-    numbers = np.concatenate([each.number[taken] for each, taken in zip(every.episodes, aim.taken, strict=True)])[order]
-    if len(np.unique(numbers)) == len(numbers):  # nothing clashes: they are called what they were
-        end = max(each.state.next_episode for each in every.streams)
-    else:
-        numbers, end = np.arange(len(numbers)), len(numbers)
+    numbers, end = called_now(origin[order], [each.state for each in every.streams])
     return _Numbered(found, numbers, end, named, rows)
+
+
+def called_now(origin: Ints, states: Sequence[BufferState]) -> tuple[Ints, int]:
+    """Return what episodes are called now, in an order of their ids, and what comes after all numbers. It follows from
+    what they were called in their parts, so that it does not matter in how many steps they came together.
+
+    Args:
+        origin: [n] what each was called in its part.
+        states: of the buffers that they are in.
+    """
+    if len(np.unique(origin)) < len(origin):
+        return np.arange(len(origin)), len(origin)
+    return origin, max([*(state.next_episode for state in states), int(origin.max(initial=-1)) + 1])
 
 
 class _Target:

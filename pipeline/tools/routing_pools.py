@@ -32,7 +32,7 @@ from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.packing import PackedWriter
 from pipeline.tools.pools import EveryPool, PoolRows
-from pipeline.tools.routing import environments_of, limiter_of, shares_of, write_ids
+from pipeline.tools.routing import called_now, environments_of, limiter_of, shares_of, write_ids
 from pipeline.tools.scattered import Heap, ScatteredRows
 from pipeline.tools.sources import counted, left_out_of
 from pipeline.tools.writing import SegmentWriter, committed
@@ -88,11 +88,7 @@ class _Numbered(NamedTuple):
 
 def _numbered(every: EveryPool, taken: Ints) -> _Numbered:
     own = np.unique(every.episode[taken])  # by the numbers that they had, and of one number by their parts
-    given = every.origin[own, 1]
-    if len(np.unique(given)) == len(given):  # nothing clashes: they are called what they were
-        end = max([*(each.state.next_episode for each in every.pools), int(given.max(initial=-1)) + 1])
-    else:
-        given, end = np.arange(len(given)), len(given)
+    given, end = called_now(every.origin[own, 1], [each.state for each in every.pools])
     numbers = np.full(len(every.origin), -1, np.int64)
     numbers[own] = given
     return _Numbered(numbers, np.column_stack([given, every.origin[own]]).astype(np.int64), end)

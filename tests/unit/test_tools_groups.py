@@ -138,6 +138,19 @@ def test_the_grouping_does_not_matter(tmp_path: Path, two: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_nor_where_only_some_have_groups_of_one_uid(tmp_path: Path, two: Path) -> None:
+    save(tmp_path / "rank_3", 300, 40)
+    units = split(tmp_path / "rank_3", [tmp_path / "old", tmp_path / "new"], fraction=0.9)[1].units
+    assert units
+    runs = [two / "rank_2", two / "rank_10", tmp_path / "new"]
+    merge(runs, tmp_path / "at once")
+    merge([merge(runs[:2], tmp_path / "ab").directory, runs[2]], tmp_path / "left")
+    merge([merge(runs[1:], tmp_path / "bc").directory, runs[0]], tmp_path / "right")
+    names = [tmp_path / name / "ids.json" for name in ("at once", "left", "right")]
+    called = [[row[0] for row in json.loads(each.read_text())["groups"]] for each in names]
+    assert called[0] == called[1] == called[2] == list(range(len(called[0])))
+
+
 @pytest.mark.parametrize(("after_crash", "count"), [("reuse", 8), ("discard", 0)])
 async def test_what_a_resume_would_set_aside_stays_behind(tmp_path: Path, after_crash: Any, count: int) -> None:
     run = str(tmp_path / "run")

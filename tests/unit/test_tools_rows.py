@@ -66,6 +66,20 @@ def test_the_grouping_and_the_order_of_arguments_do_not_matter(tmp_path: Path) -
     assert parts[0] == parts[1] == [str(run) for run in runs]
 
 
+def test_nor_where_only_some_have_episodes_of_one_number(tmp_path: Path) -> None:
+    """The third run has lost its first episodes, so that its numbers are others than those of the first two."""
+    for run, steps in ((1, 8), (2, 8), (3, 60)):
+        play(tmp_path / str(run), run, steps, envs=1, capacity=20)
+    merge([tmp_path / "1", tmp_path / "2", tmp_path / "3"], tmp_path / "at once")
+    merge([tmp_path / "1", tmp_path / "2"], tmp_path / "12")
+    merge([tmp_path / "12", tmp_path / "3"], tmp_path / "left")
+    merge([tmp_path / "1", tmp_path / "3"], tmp_path / "13")
+    merge([tmp_path / "13", tmp_path / "2"], tmp_path / "right")
+    found = [load(tmp_path / name) for name in ("at once", "left", "right")]
+    assert found[0]["#episode"] == found[1]["#episode"] == found[2]["#episode"]
+    assert found[0] == found[1]
+
+
 def test_of_each_id_one_run_after_the_other_in_numeric_order(tmp_path: Path) -> None:
     """Ten shards, rank_10 after rank_2; an id is the number that a row had in its run."""
     runs = [tmp_path / f"rank_{number}" for number in (0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9)]
