@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.gathering import Gathered, progress_of
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import CONSUMER_FILE, PIPELINE_RANKS, PROGRESS_FILE, ShardInfo, shard_prefix
@@ -73,7 +74,8 @@ def write_ranks(
         Damaged: what was whole when it was looked at is so no more.
         OSError: it cannot be written.
     """
-    run = new.create_folders(files)
+    manifest = gathered[0].manifest
+    run = new.create_folders(files, made_of=ways_after(layout, manifest.run_id, manifest))
     parts = [write_part(layout, run_tag, each, new, files, run, reason) for each in gathered]
     groups = _commit(chosen, gathered, parts, new, files, run.run_id, {"reason": reason, **also}, name)
     new.write_marker(files, run)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.checkpoint.descent import ORIGIN, ways_after
 from pipeline.checkpoint.fold import pending_batches
 from pipeline.checkpoint.gathering import Gathered, progress_of
 from pipeline.checkpoint.generations import GenerationWriter
@@ -31,8 +32,6 @@ from pipeline.store.writer import StoreWriter
 _CHUNK = 16 << 20
 INCARNATION = 1
 REASON = "salvage"
-ORIGIN = "origin/"
-"""Where a tool left, in a run that it made, what the groups in it had been called."""
 
 
 class Written(NamedTuple):
@@ -78,7 +77,8 @@ def write_run(
         Damaged: what was whole when it was looked at is so no more.
         OSError: it cannot be written.
     """
-    run = new.create_folders(files)
+    manifest = gathered.manifest
+    run = new.create_folders(files, made_of=ways_after(layout, manifest.run_id, manifest))
     part = write_part(layout, run_tag, gathered, new, files, run, REASON)
     options = {**gathered.manifest.options, "directory": name}
     groups = _commit(chosen, gathered, part, new, files, run.run_id, options)

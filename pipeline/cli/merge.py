@@ -18,7 +18,8 @@ that clash are others then, and OUT/ids.json says which. What the trainer had at
 def main(arguments: Sequence[str] | None = None) -> int:
     """Merge, and return the exit code."""
     given = parser().parse_args(arguments)
-    return carry_out("merge", given, lambda told: merge(given.run, given.out, dry_run=given.dry_run, told=told))
+    options = {name: getattr(given, name) for name in ("allow_related", "dry_run")}
+    return carry_out("merge", given, lambda told: merge(given.run, given.out, told=told, **options))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,4 +27,9 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("merge", DESCRIPTION, "forebay merge runs/rank_* --out runs/all")
     made.add_argument("run", metavar="RUN", nargs="+", help="folders of the runs")
     made.add_argument("--out", metavar="OUT", required=True, help="folder of the new run, absent or empty")
+    made.add_argument(
+        "--allow-related",
+        action="store_true",
+        help="merge runs though one was made of another, or both of a third: what they have in common is there twice",
+    )
     return add_common(made)

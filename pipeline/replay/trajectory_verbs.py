@@ -143,7 +143,8 @@ class TrajectoryVerbs(FolderVerbs):
             room, memory = self._own.room(self.options), self._saver.store is None
             try:
                 given = checked(msgspec.convert(state["state"], TrajectoryState))
-                set_generator(parts.rng, given.generator)
+                if given.generator:  # of a run that a tool made there is none: its stream begins with the seed
+                    set_generator(parts.rng, given.generator)
                 parts.shelf = shelf_of(given, dict(state["values"]), dict(state["rows"]), room, memory)
             except ConfigError:
                 raise

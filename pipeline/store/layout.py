@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -56,12 +56,27 @@ def segment_key(name: str) -> SegmentKey:
     return int(match[1]), int(match[2]), int(match[3])
 
 
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of which something may be in another one, and how it came there."""
+
+    run_id: str = ""
+    directory: str = ""
+    """As it was called then, for people."""
+    named: str = ""
+    """The run by whose ids the first generation names it; empty: by those of the run that it came into."""
+    splits: tuple[tuple[str, str], ...] = ()
+    """The splits on its way: what names each, and the run that it went to. What went to another one of the same is
+    none of it."""
+
+
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``run.json``."""
 
     kind: str = KIND
     format_version: int = FORMAT_VERSION
     run_id: str = ""
+    made_of: list[Way] = []
+    """Of a run that a tool made: all runs of which something may be in it."""
 
     @property
     def tag(self) -> int:
@@ -160,17 +175,21 @@ class Layout:
         self.write_marker(files, run)
         return run
 
-    def create_folders(self, files: FilesLike, run: RunFile | None = None) -> RunFile:
+    def create_folders(self, files: FilesLike, run: RunFile | None = None, made_of: Sequence[Way] = ()) -> RunFile:
         """Make the folders of a new run, and return the marker that makes them one once it is written: ``run``, or one
-        with an id of its own."""
+        with an id of its own; ``made_of``: what it says of that."""
         run = run or RunFile(run_id=secrets.token_hex(16))
+        run = msgspec.structs.replace(run, made_of=list(made_of)) if made_of else run
         for folder in (self.directory, self.journals, self.segments, self.generations):
             files.makedirs(folder)
         return run
 
     def write_marker(self, files: FilesLike, run: RunFile) -> None:
         """Make the folder a run."""
-        write_file(files, self.run_file, msgspec.json.format(msgspec.json.encode(run)) + b"\n")
+        fields = msgspec.to_builtins(run)
+        if not run.made_of:
+            del fields["made_of"]
+        write_file(files, self.run_file, msgspec.json.format(msgspec.json.encode(fields)) + b"\n")
 
 
 def write_file(files: FilesLike, path: str, content: bytes, *, before: Callable[[], None] = lambda: None) -> None:

@@ -32,6 +32,7 @@ from pipeline.tools.interchange.rollouts_in import generation_files
 from pipeline.tools.kept_rows import KEY_FILE, PART_FILE
 from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
+from pipeline.tools.related import Descent
 from pipeline.tools.sources import counted
 from pipeline.tools.writing import SegmentWriter, committed
 
@@ -48,8 +49,9 @@ def group(every: EveryGroup, parts: Sequence[Ints], outputs: Outputs, tool: str,
     """
     wholes = [told_of(every, taken, output.directory) for output, taken in zip(outputs.each, parts, strict=True)]
     done, total, made = 0, sum(whole.bytes for whole in wholes), []
+    descent = Descent(every.reads, len(parts))
     for output, taken, whole in zip(outputs.each, parts, wholes, strict=True):
-        writer = _Writer(output, every, np.flatnonzero(taken), uids_of(every, taken), tool)
+        writer = _Writer(output, every, np.flatnonzero(taken), uids_of(every, taken), tool, descent)
         try:
             for size in writer.payloads():
                 done += size
@@ -64,8 +66,10 @@ def group(every: EveryGroup, parts: Sequence[Ints], outputs: Outputs, tool: str,
 class _Writer:
     """Writes one new run."""
 
-    def __init__(self, output: Output, every: EveryGroup, places: Ints, uids: Ints, tool: str) -> None:
-        self._output, self._every, self._tool = output, every, tool
+    def __init__(
+        self, output: Output, every: EveryGroup, places: Ints, uids: Ints, tool: str, descent: Descent
+    ) -> None:
+        self._output, self._every, self._tool, self._descent = output, every, tool, descent
         self._places, self._uids = places, uids
         self._layout = Layout(output.folder)
         self._run = self._layout.create_folders(output.files)
@@ -119,7 +123,7 @@ class _Writer:
         )
         whole = committed(generation, [wrote], manifest, self._run, kind=PIPELINE)
         self._write_ids(parts)
-        self._layout.write_marker(self._output.files, self._run)
+        self._layout.write_marker(self._output.files, self._descent.of(self._run, parts))
         return msgspec.structs.replace(made, run_id=whole.run_id, made_of=parts)
 
     def _write_ids(self, parts: Sequence[Any]) -> None:

@@ -29,6 +29,7 @@ from pipeline.store.files import open_plain
 from pipeline.store.segments import PayloadReader, Place
 from pipeline.tools.kept_rows import KEY_FILE, PART_FILE
 from pipeline.tools.made import Made
+from pipeline.tools.related import Read
 from pipeline.tools.sources import Source, left_out_of, named
 
 Ints = np.ndarray
@@ -154,6 +155,11 @@ class EveryGroup(NamedTuple):
     part: Ints
     uid: Ints
     order: Ints
+
+    @property
+    def reads(self) -> list[Read]:
+        """What names the groups of each source."""
+        return [Read(each.source, each.parts) for each in self.runs]
 
     def entry(self, place: int) -> tuple[Groups, Entry]:
         """Return a group, and its run."""

@@ -6,6 +6,7 @@ of it; of a run that a tool made, part and key of each row lie beside the rows.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -137,7 +138,7 @@ class RowsOnDisk:
             Damaged: something is missing or was changed.
         """
         check_generation(stored)
-        self.stored = stored
+        self.source, self.stored = source, stored
         self.state, self.unknown = read_buffer_state(stored.folder)
         self.where = where_of(source, own)
         self.schema = self.state.schema
@@ -207,6 +208,15 @@ class RowsOnDisk:
             own, nexts = aside.among(int(keys[0]), int(keys[-1]) + 1)
             part, key = self._ids(at, keys)
             yield Chunk(arrays, part, key, [file.read(at, len(keys)) for file in files], own - keys[0], nexts), keys
+
+    def ids(self) -> Iterator[Chunk]:
+        """Yield what names all rows, block by block, and nothing else of them."""
+        none = np.empty(0, np.int64)
+        marks = self._marks(()) if self.state.dropped else itertools.repeat(None)
+        for (_, keep, at), marked in zip(self._ranges() if self.schema is not None else (), marks, strict=False):
+            keys = self.oldest + at + np.arange(keep.stop - keep.start)
+            chunk = Chunk({}, *self._ids(at, keys), [], none, [])
+            yield chunk if marked is None else chunk.at(self._coming_back(marked[0][EPISODE]))
 
     def _aside(self) -> Aside:
         """Return the next observations that are kept aside."""

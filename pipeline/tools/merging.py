@@ -17,18 +17,21 @@ from pipeline.tools.kept_rows import rows_of
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
 from pipeline.tools.pools import are_pools, every_pool, pools_of
+from pipeline.tools.related import Read, check_apart
 from pipeline.tools.routing import Aim, Every, dry, every_row, limiter_of, route
 from pipeline.tools.routing_pools import aims_of, route_pools
 from pipeline.tools.shelves import every_trajectory, shelve, told_of
 from pipeline.tools.sources import Paths, Source, each_of, of_one_kind, open_source
 
 TOOL = "merge"
+_Check = Callable[[Sequence[Read]], None]
 
 
 def merge(
     runs: Paths,
     out: str | os.PathLike[str],
     *,
+    allow_related: bool = False,
     dry_run: bool = False,
     told: Told | None = None,
     files: FilesLike | None = None,
@@ -51,6 +54,9 @@ def merge(
         runs: folders of runs: buffers of transitions, of one process or of ranks; or buffers of trajectories; or
             pipelines, of one process or of ranks, of which the finished groups come that were not trained yet.
         out: where the new run goes; absent, or an empty folder. There is nothing before all of it is there.
+        allow_related: whether to merge runs though one was made of another one, or both of a third (by a reshard, a
+            salvage, or a merge or a split with which a process has gone on): nobody can tell then what of one is in
+            the other too, and that would be there twice. What they have in common by its id is refused all the same.
         dry_run: only say what would be written.
         told: told how many bytes are done, and of how many.
         files: the file layer that the new run is written through.
@@ -67,11 +73,18 @@ def merge(
     kind = of_one_kind(sources)
     outputs = Outputs([os.fspath(out)], TOOL, files)
     outputs.check([source.directory for source in sources])
+    check = _unchecked if allow_related else check_apart
+    if kind == REPLAY and are_pools(sources):
+        return _merged_pools(sources, outputs, check, dry_run, told)
     if kind == REPLAY:
-        return _merged_rows(sources, outputs, dry_run, told)
+        return _merged_rows(sources, outputs, check, dry_run, told)
     if kind == TRAJECTORIES:
-        return _merged_trajectories(sources, outputs, dry_run, told)
-    return _merged_groups(sources, outputs, dry_run, told)
+        return _merged_trajectories(sources, outputs, check, dry_run, told)
+    return _merged_groups(sources, outputs, check, dry_run, told)
+
+
+def _unchecked(reads: Sequence[Read]) -> None:
+    """It may be that they have something in common."""
 
 
 def opened(runs: Sequence[str]) -> list[Source]:
@@ -89,33 +102,39 @@ def opened(runs: Sequence[str]) -> list[Source]:
     return [open_source(run) for run in runs]
 
 
-def _merged_rows(sources: Sequence[Source], outputs: Outputs, dry_run: bool, told: Told | None) -> Made:
-    if are_pools(sources):
-        return _merged_pools(sources, outputs, dry_run, told)
+def _merged_rows(sources: Sequence[Source], outputs: Outputs, check: _Check, dry_run: bool, told: Told | None) -> Made:
     every = every_row(sources, [rows for source in sources for rows in rows_of(source)])
+    check(every.reads)
     if dry_run:
         return dry(every, _all(every), outputs.each[0].directory)
     return _made(outputs, lambda: route(every, [_all(every)], outputs, TOOL, told))
 
 
-def _merged_pools(sources: Sequence[Source], outputs: Outputs, dry_run: bool, told: Told | None) -> Made:
+def _merged_pools(sources: Sequence[Source], outputs: Outputs, check: _Check, dry_run: bool, told: Told | None) -> Made:
     every = every_pool(sources, pools_of(sources))
+    check(every.reads)
     aims = aims_of(every, [np.arange(len(every.run))])
     if dry_run:
         return routing_pools.told_of(every, aims[0], outputs.each[0].directory)
     return _made(outputs, lambda: route_pools(every, aims, outputs, TOOL, told))
 
 
-def _merged_trajectories(sources: Sequence[Source], outputs: Outputs, dry_run: bool, told: Told | None) -> Made:
+def _merged_trajectories(
+    sources: Sequence[Source], outputs: Outputs, check: _Check, dry_run: bool, told: Told | None
+) -> Made:
     every = every_trajectory(sources)
+    check(every.reads)
     everything = np.ones(len(every.at), bool)
     if dry_run:
         return told_of(every, everything, outputs.each[0].directory)
     return _made(outputs, lambda: shelve(every, [everything], outputs, TOOL, told))
 
 
-def _merged_groups(sources: Sequence[Source], outputs: Outputs, dry_run: bool, told: Told | None) -> Made:
+def _merged_groups(
+    sources: Sequence[Source], outputs: Outputs, check: _Check, dry_run: bool, told: Told | None
+) -> Made:
     every = every_group(sources)
+    check(every.reads)
     everything = np.ones(len(every.at), bool)
     if dry_run:
         return groups.told_of(every, everything, outputs.each[0].directory)

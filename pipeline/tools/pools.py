@@ -34,6 +34,7 @@ from pipeline.tools.kept_rows import (
     stored_parts,
     where_of,
 )
+from pipeline.tools.related import Read
 from pipeline.tools.sources import Source, check_columns, in_order, named
 
 Ints = np.ndarray
@@ -190,6 +191,11 @@ class EveryPool(NamedTuple):
     number: Ints
     episode: Ints
     origin: Ints
+
+    @property
+    def reads(self) -> list[Read]:
+        """What names the rows of each source."""
+        return [Read(each.source, each.parts) for each in self.pools]
 
     @property
     def telling(self) -> list[PoolRows]:

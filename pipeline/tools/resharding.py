@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.sharing import twins_of
+from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.generations import GenerationWriter, check_generation
 from pipeline.checkpoint.listed import HEADLESS, OPEN
 from pipeline.checkpoint.manifest import (
@@ -224,7 +225,9 @@ class Job:
     def write(self, output: Output, told: Told | None) -> Made:
         """Write the new run into a place that has begun."""
         layout = Layout(output.folder)
-        run = layout.create_folders(output.files)
+        source = self.source
+        came = ways_after(source.layout, source.run_id, source.stored.manifest)
+        run = layout.create_folders(output.files, made_of=came)
         # Names of episodes are of a life: those that the job itself gives are of none that was, and none that comes.
         life = life_after(self.source.layout, self.source.stored.manifest.incarnation)
         life = life if self.partial else life - 1
@@ -411,7 +414,8 @@ def _as_it_was(source: Source, outputs: Outputs, *, dry_run: bool) -> Made:
     with outputs:
         output = outputs.each[0]
         layout = Layout(output.folder)
-        run = layout.create_folders(output.files, related_run(source.run_id))
+        came = ways_after(source.layout, source.run_id, before)
+        run = layout.create_folders(output.files, related_run(source.run_id), came)
         linked = take_segments(source, before.segments, layout, output.files)
         generation = GenerationWriter(layout, output.files, 0)
         files = [(os.path.join(source.stored.folder, info.path), info) for info in before.files]

@@ -26,6 +26,7 @@ from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, c
 from pipeline.tools.made import Made
 from pipeline.tools.mixing import mixed
 from pipeline.tools.output import Output, Outputs, Told
+from pipeline.tools.related import Descent, Read
 from pipeline.tools.sources import Source, identity, in_order, left_out_of
 from pipeline.tools.writing import RowsWriter
 
@@ -55,6 +56,11 @@ class Every(NamedTuple):
         """Of payloads."""
         return sum(each.bytes for each in self.streams)
 
+    @property
+    def reads(self) -> list[Read]:
+        """What names the rows of each source."""
+        return [Read(each.source, each.parts) for each in self.streams]
+
 
 class Aim(NamedTuple):
     """What one new buffer is to hold.
@@ -73,7 +79,12 @@ class Aim(NamedTuple):
 def every_row(
     sources: Sequence[Source], streams: Sequence[RowsOnDisk], names: Sequence[str] = (), met: object = None
 ) -> Every:
-    """Read which episodes there are. See :meth:`RowsOnDisk.episodes`."""
+    """Read which episodes there are. See :meth:`RowsOnDisk.episodes`.
+
+    Raises:
+        ConfigError: two sources have a row in common, or columns differ.
+        Damaged: something is missing or was changed.
+    """
     parts, places = in_order([each.parts for each in streams])
     for each, ranks in zip(streams, places, strict=True):
         each.ranks = ranks
@@ -81,6 +92,9 @@ def every_row(
     nexts = common_nexts(streams)
     for each in streams:
         each.owning = not nexts
+    if len(sources) > 1:
+        for _ in mixed([each.ids() for each in streams], lambda part, key: _twice(streams, parts[int(part)], int(key))):
+            pass  # what two have in common is found before anything is written
     return Every(list(sources), list(streams), parts, nexts, [each.episodes(names, met) for each in streams])
 
 
@@ -136,8 +150,8 @@ def called_now(origin: Ints, states: Sequence[BufferState]) -> tuple[Ints, int]:
 class _Target:
     """One new buffer while it is written."""
 
-    def __init__(self, output: Output, every: Every, aim: Aim, extras: Sequence[str]) -> None:
-        self.output, self.aim, self._every = output, aim, every
+    def __init__(self, output: Output, every: Every, aim: Aim, extras: Sequence[str], descent: Descent) -> None:
+        self.output, self.aim, self._every, self._descent = output, aim, every, descent
         self.numbered = _numbered(every, aim)
         self.layout = Layout(output.folder)
         self.run = self.layout.create_folders(output.files)
@@ -187,7 +201,8 @@ class _Target:
         )
         whole = self.writer.finish(state, _unknown(every), manifest, time.time())
         named = [[now, every.streams[stream].where, env] for (stream, env), now in environments.items()]
-        write_ids(self.output.files, self.layout, self.run, parts, table, named)
+        run = self._descent.of(self.run, parts)
+        write_ids(self.output.files, self.layout, run, parts, table, named)
         return Made(
             directory=directory,
             kind=REPLAY,
@@ -316,9 +331,10 @@ def route(every: Every, aims: Sequence[Aim], outputs: Outputs, tool: str, told: 
     selected = _selected(every)
     notes = left_out_of(every.sources) | selected.left_out
     targets: list[_Target] = []
+    descent = Descent(every.reads, len(aims))
     try:
         for output, aim in zip(outputs.each, aims, strict=True):
-            targets.append(_Target(output, every, aim, selected.extras))
+            targets.append(_Target(output, every, aim, selected.extras, descent))
         _write(every, targets, selected.extras, told)
         return [target.finish(tool, selected, notes) for target in targets]
     except BaseException:
@@ -331,7 +347,7 @@ def _write(every: Every, targets: Sequence[_Target], extras: Sequence[str], told
     rows = sum(each.size for each in every.streams)
     done, total = 0, every.bytes
     streams = [each.chunks(extras) for each in every.streams]
-    for found in mixed(streams, lambda part, key: _twice(every, int(part), int(key))):
+    for found in mixed(streams, lambda part, key: _twice(every.streams, every.parts[int(part)], int(key))):
         of = np.empty(len(found.stream), np.int64)
         number = found.chunk.arrays[EPISODE]
         for stream, episodes in enumerate(every.episodes):
@@ -344,10 +360,9 @@ def _write(every: Every, targets: Sequence[_Target], extras: Sequence[str], told
             told(total * done // max(1, rows), total)
 
 
-def _twice(every: Every, part: int, key: int) -> str:
-    which = every.parts[part]
+def _twice(streams: Sequence[RowsOnDisk], which: MadeOf, key: int) -> str:
     name = f"run {which.run_id} ({which.directory})" + (f", shard {which.shard}" if which.shard >= 0 else "")
-    having = [each.where for each in every.streams if identity(which) in map(identity, each.parts)]
+    having = [each.where for each in streams if identity(which) in map(identity, each.parts)]
     where = ", ".join(dict.fromkeys(having))
     return (
         f"runs: the row {key} of {name} is in several of {where}: they are copies or parts of one run that have it in "

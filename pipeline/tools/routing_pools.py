@@ -32,6 +32,7 @@ from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.packing import PackedWriter
 from pipeline.tools.pools import EveryPool, PoolRows
+from pipeline.tools.related import Descent
 from pipeline.tools.routing import called_now, environments_of, limiter_of, shares_of, write_ids
 from pipeline.tools.scattered import Heap, ScatteredRows
 from pipeline.tools.sources import counted, left_out_of
@@ -223,6 +224,7 @@ def route_pools(
     """
     selected, made = selected_of(every), list[Made]()
     done, total = 0, sum(each.bytes for each in every.pools)
+    descent = Descent(every.reads, len(aims))
     for begin in range(0, len(aims), AT_ONCE):
         some, places = aims[begin : begin + AT_ONCE], outputs.each[begin : begin + AT_ONCE]
         targets = _Targets(every, some)
@@ -235,7 +237,7 @@ def route_pools(
                 if told is not None:
                     told(min(done, total), total)
             for at, writer in enumerate(writers):
-                made.append(writer.write(aside[at] if aside else None, selected, tool))
+                made.append(writer.write(aside[at] if aside else None, selected, descent, tool))
     return made
 
 
@@ -288,7 +290,7 @@ class _Writer:
         self.layout = Layout(output.folder)
         self._run = self.layout.create_folders(output.files)
 
-    def write(self, rows: ScatteredRows | None, selected: Selected, tool: str) -> Made:
+    def write(self, rows: ScatteredRows | None, selected: Selected, descent: Descent, tool: str) -> Made:
         """Make the run whole."""
         every, files, schema = self._every, self._output.files, self._every.schema
         generation = GenerationWriter(self.layout, files, 0)
@@ -315,7 +317,8 @@ class _Writer:
             whole = committed(generation, [wrote], manifest, self._run, kind=REPLAY)
         table = self._targets.numbered[self._at].table
         named = [[now, every.pools[pool].where, env] for (pool, env), now in environments.items()]
-        write_ids(files, self.layout, self._run, whole.made_of, table, named)
+        run = descent.of(self._run, whole.made_of)
+        write_ids(files, self.layout, run, whole.made_of, table, named)
         return msgspec.structs.replace(
             told_of(every, self._aim, self._output.directory),
             run_id=whole.run_id,

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
@@ -112,7 +113,20 @@ def salvage_run(
         files = Rehearsal(tell) if rehearse else Counting(Copying(), tell)
         return salvage(directory, target, step=step, files=files, called=name)
     check_target(found.path, os.path.abspath(target))
-    return _of_buffer(found, kind, os.path.abspath(target), step, name, Counting(Copying(), tell), rehearse=rehearse)
+    counting = Counting(Copying(), tell)
+    made = _of_buffer(found, kind, os.path.abspath(target), step, name, counting, rehearse=rehearse)
+    if not rehearse and kind != SHARDS:  # which says it already
+        _note_source(found, Layout(os.path.abspath(target)), counting)
+    return made
+
+
+def _note_source(found: Target, new: Layout, files: FilesLike) -> None:
+    """Have the marker of a new run say what it was made of."""
+    assert found.stored is not None
+    run = new.read_run()
+    assert run is not None
+    ways = ways_after(Layout(found.path), found.run.run_id, found.stored.manifest)
+    new.write_marker(files, msgspec.structs.replace(run, made_of=ways))
 
 
 _Saved = SavedRows | SavedTrajectories

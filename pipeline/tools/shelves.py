@@ -34,6 +34,7 @@ from pipeline.tools.kept_rows import KEY_FILE, PART_FILE
 from pipeline.tools.linking import related_run, take_segments
 from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
+from pipeline.tools.related import Descent, Read
 from pipeline.tools.sources import Source, check_columns, counted, left_out_of, named
 from pipeline.tools.writing import SegmentWriter, committed
 
@@ -85,6 +86,11 @@ class EveryTrajectory(NamedTuple):
     at: Ints
     part: Ints
     number: Ints
+
+    @property
+    def reads(self) -> list[Read]:
+        """What names the trajectories of each source."""
+        return [Read(each.source, each.parts) for each in self.shelves]
 
     @property
     def schema(self) -> Schema | None:
@@ -183,9 +189,9 @@ def shelve(every: EveryTrajectory, parts: Sequence[Ints], outputs: Outputs, tool
         if told is not None:
             told(done, total)
 
-    made = []
+    made, descent = [], Descent(every.reads, len(parts))
     for output, taken in zip(outputs.each, parts, strict=True):
-        writer = _Writer(output, _Part.of(every, taken), tool, wrote)
+        writer = _Writer(output, _Part.of(every, taken), tool, wrote, descent)
         try:
             made.append(writer.write(told_of(every, taken, output.directory)))
         finally:
@@ -196,8 +202,8 @@ def shelve(every: EveryTrajectory, parts: Sequence[Ints], outputs: Outputs, tool
 class _Writer:
     """Writes one new buffer."""
 
-    def __init__(self, output: Output, part: _Part, tool: str, wrote: Callable[[int], None]) -> None:
-        self._output, self._part, self._tool, self._wrote = output, part, tool, wrote
+    def __init__(self, output: Output, part: _Part, tool: str, wrote: Callable[[int], None], descent: Descent) -> None:
+        self._output, self._part, self._tool, self._wrote, self._descent = output, part, tool, wrote, descent
         self._layout = Layout(output.folder)
         every = part.every
         whole = part.whole_segments()
@@ -242,7 +248,7 @@ class _Writer:
         ids = {"parts": parts, "trajectories": [list(each) for each in origins]}
         files = self._output.files
         write_file(files, os.path.join(self._layout.directory, IDS_FILE), msgspec.json.encode(ids) + b"\n")
-        self._layout.write_marker(files, self._run)
+        self._layout.write_marker(files, self._descent.of(self._run, parts))
         return msgspec.structs.replace(made, run_id=whole.run_id, linked=min(linked, made.bytes), made_of=parts)
 
     def _link(self) -> int:

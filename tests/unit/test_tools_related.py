@@ -1,0 +1,289 @@
+"""Merging runs of which one was made of another: refused where something would be there twice, and only there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import ReplayBuffer, Rollout, TrajectoryBuffer
+from pipeline.checkpoint import salvage, verify
+from pipeline.cli import main
+from pipeline.distributed import Ranks
+from pipeline.errors import ConfigError
+from pipeline.store.layout import Layout
+from pipeline.tools import merge, reshard, salvage_run, split
+from tests.support.ranks import fine, on_ranks
+from tests.unit.test_tools_groups import got, make
+
+
+def begin(directory: Path, number: int) -> Path:
+    """Save a buffer of four episodes."""
+    with ReplayBuffer(100, directory=directory, seed=number) as buffer:
+        buffer.resume()
+        add(buffer, number)
+        buffer.save(1, wait=True)
+    return directory
+
+
+def add(buffer: ReplayBuffer, number: int) -> None:
+    n = 100 * number + np.arange(12)
+    buffer.extend({"n": n, "terminated": n % 3 == 2})
+
+
+def go_on(directory: Path, number: int) -> Path:
+    """Have a process go on with a buffer, add to it and save it."""
+    with ReplayBuffer(100, directory=directory, seed=1) as buffer:
+        buffer.resume()
+        add(buffer, number)
+        buffer.save(2, wait=True)
+    return directory
+
+
+def held(directory: Path) -> list[int]:
+    with ReplayBuffer(1000, directory=directory, seed=1) as buffer:
+        buffer.resume()
+        found: list[int] = buffer.ring.storage.view("n")[buffer.ring.slots(buffer.ring.keys())].tolist()
+        return found
+
+
+class World:
+    """Runs A and B, and what is made of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.a, self.b = begin(folder / "a", 1), begin(folder / "b", 2)
+
+    def merged(self, name: str, *runs: Path) -> Path:
+        return Path(merge(runs, self.folder / name).directory)
+
+    def split(self, name: str, run: Path) -> tuple[Path, Path]:
+        parts = [self.folder / f"{name}{at}" for at in (1, 2)]
+        split(run, parts, count=2)
+        return parts[0], parts[1]
+
+    def resharded(self, name: str, run: Path, to: int = 2, **how: Any) -> Path:
+        return Path(reshard(run, self.folder / name, to, **how).directory)
+
+    def salvaged(self, name: str, run: Path) -> Path:
+        salvage_run(run, self.folder / name)
+        return self.folder / name
+
+    def refused(self, *runs: Path, match: str) -> None:
+        """Both ways round, before anything is written; a dry run too; and allowed where it is said."""
+        before = sorted(path.name for path in self.folder.iterdir())
+        for order in (runs, runs[::-1]):
+            for dry in (True, False):
+                with pytest.raises(ConfigError, match=match):
+                    merge(order, self.folder / "out", dry_run=dry)
+        assert sorted(path.name for path in self.folder.iterdir()) == before
+
+    def related(self, one: Path, other: Path, *, match: str = "") -> None:
+        """Refused by what is known of where they came from, and allowed where that is said."""
+        self.refused(one, other, match=match or r"would be there twice\. Leave one of them out; or, .*--allow-related")
+        rows = sum(merge([run], self.folder / f"{run.name} alone", dry_run=True).rows for run in (one, other))
+        assert merge([one, other], self.folder / "twice", allow_related=True).rows == rows
+        shutil.rmtree(self.folder / "twice")
+
+    def apart(self, *runs: Path) -> None:
+        """Allowed: nothing in common."""
+        found = held(self.merged("together", *runs))
+        assert len(found) == len(set(found)) > 0
+        shutil.rmtree(self.folder / "together")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_run_and_its_reshard(world: World) -> None:
+    r = world.resharded("r", world.a)
+    world.related(r, world.a, match=rf"runs: {r} was made of {world.a} \(run \w+\), so that what they have in common")
+    world.apart(r, world.b)
+    world.related(r, world.resharded("r3", world.a, 3), match=rf"were both made of {world.a}")
+    again = world.resharded("again", r, 3)
+    world.related(again, world.a)
+    world.related(again, r)
+    as_it_was = world.resharded("as it was", r, 2)
+    world.related(as_it_was, world.a)
+    world.related(as_it_was, r)
+
+
+def test_a_run_and_its_salvage(world: World) -> None:
+    v = world.salvaged("v", world.a)
+    world.related(v, world.a, match=rf"runs: {v} was made of {world.a}")
+    world.apart(v, world.b)
+    world.related(v, world.resharded("r", world.a), match="were both made of")
+    world.related(world.salvaged("w", v), world.a)
+    shards = world.salvaged("shards", world.folder / "r")
+    world.related(shards, world.a)
+    world.related(shards, world.folder / "r")
+
+
+def test_parts_of_one_split_have_nothing_in_common_whatever_becomes_of_them(world: World) -> None:
+    one, other = world.split("a", world.a)
+    world.apart(one, other)
+    world.refused(one, world.a, match="are copies or parts of one run")
+    v, r = world.salvaged("v", one), world.resharded("r", other)
+    world.apart(v, other)
+    world.apart(one, r)
+    world.apart(v, r)
+    world.related(v, one)
+    world.related(v, world.a)
+    world.related(r, world.a)
+    world.related(r, world.salvaged("other v", other))
+    go_on(one, 3)
+    world.apart(one, other)
+    world.apart(one, r)
+    go_on(other, 4)
+    world.apart(one, other)
+    world.related(one, world.a)
+    world.related(one, v, match="was made of")
+
+
+def test_parts_of_two_splits_may_have(world: World) -> None:
+    one, _ = world.split("a", world.a)
+    parts = [world.folder / name for name in ("x", "y")]
+    split(world.a, parts, count=1)
+    v = world.salvaged("v", one)
+    for part in parts:  # nobody knows what of it went which way
+        world.related(v, part)
+
+
+def test_a_part_of_a_part(world: World) -> None:
+    one, other = world.split("a", world.a)
+    parts = [world.folder / name for name in ("x", "y")]
+    split(one, parts, count=1)
+    v = world.salvaged("v", parts[0])
+    world.apart(v, parts[1], other)
+    world.apart(v, world.resharded("r", parts[1]), world.resharded("s", other))
+    world.related(v, one)
+    world.related(v, world.a)
+
+
+def test_a_merge_and_what_it_was_made_of(world: World) -> None:
+    m = world.merged("m", world.a, world.b)
+    world.refused(m, world.a, match="are copies or parts of one run")
+    world.related(world.salvaged("v", m), world.b)
+    world.related(world.folder / "v", m)
+    c = begin(world.folder / "c", 5)
+    world.apart(m, c)
+    one, other = world.split("m", m)
+    world.apart(one, other)
+    world.related(world.resharded("r", one), world.a)
+    world.apart(world.folder / "r", other)
+    go_on(m, 6)  # what it had is now its own
+    world.related(m, world.a, match=rf"runs: {m} was made of {world.a}")
+    world.apart(m, c)
+    world.related(m, one)
+    world.related(world.merged("mc", m, c), world.b)
+
+
+def test_what_is_not_in_a_part_plays_no_role_in_it(world: World) -> None:
+    m = world.merged("m", world.a, world.b)
+    parts = [world.folder / name for name in ("from a", "from b")]
+    split(m, parts, where="n < 200")
+    assert set(held(parts[0])) == set(range(100, 112))
+    go_on(parts[0], 7)
+    world.apart(parts[0], world.b)
+    world.related(parts[0], world.a)
+
+
+def test_a_run_that_goes_on_is_still_the_same(world: World) -> None:
+    one, other = world.split("a", world.a)
+    go_on(world.a, 8)
+    world.refused(world.a, one, match="are copies or parts of one run")
+    world.related(world.salvaged("v", world.a), other)
+
+
+def test_ranks_that_went_on_with_a_reshard(world: World) -> None:
+    r = world.resharded("r", world.a)
+
+    def more(ranks: Ranks) -> None:
+        with ReplayBuffer(100, directory=r, ranks=ranks, seed=1) as buffer:
+            buffer.resume()
+            add(buffer, 20 + ranks.rank)
+            buffer.save(3, wait=True)
+
+    fine(on_ranks(2, more))
+    world.related(r, world.a)
+    world.apart(r, world.b)
+
+
+def test_what_an_earlier_version_made(world: World) -> None:
+    """Its marker says nothing; the generation does, as long as it is the newest."""
+    v, r = world.salvaged("v", world.a), world.resharded("r", world.a)
+    one, other = world.split("a", world.a)
+    for each in (v, r, one, other):
+        marker = json.loads((each / "run.json").read_text())
+        assert marker.pop("made_of")
+        (each / "run.json").write_text(json.dumps(marker))
+        assert verify(str(each)).whole
+    world.related(v, world.a)
+    world.related(r, world.a)
+    world.related(r, v)
+    world.apart(one, other)
+
+
+def test_a_marker_of_a_run_that_no_tool_made_is_as_ever(world: World) -> None:
+    assert list(json.loads((world.a / "run.json").read_text())) == ["kind", "format_version", "run_id"]
+    (way,) = Layout(str(world.merged("m", world.a))).read_run().made_of  # type: ignore[union-attr]
+    assert (way.directory, way.named, way.splits) == (str(world.a), way.run_id, ())
+
+
+def test_by_command(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    r = world.resharded("r", world.a)
+    command = ["merge", str(r), str(world.a), "--out", str(world.folder / "out")]
+    assert main(command) == 2
+    assert "--allow-related" in capsys.readouterr().err
+    assert main([*command, "--allow-related"]) == 0
+    assert sorted(held(world.folder / "out")) == sorted(2 * held(world.a))
+
+
+def test_trajectories(tmp_path: Path) -> None:
+    for name in "ab":
+        with TrajectoryBuffer(directory=tmp_path / name) as buffer:
+            buffer.resume()
+            buffer.add_trajectories([{"rewards": torch.full((3, 2), float(number))} for number in range(4)])
+            buffer.save(1, wait=True)
+    salvage_run(tmp_path / "a", tmp_path / "v")
+    world = World.__new__(World)
+    world.folder = tmp_path
+    world.related(tmp_path / "v", tmp_path / "a")
+    assert merge([tmp_path / "v", tmp_path / "b"], tmp_path / "m").units == 8
+    split(tmp_path / "a", [tmp_path / "x", tmp_path / "y"], count=2)
+    world.related(tmp_path / "v", tmp_path / "x")
+    salvage_run(tmp_path / "x", tmp_path / "w")
+    assert merge([tmp_path / "w", tmp_path / "y"], tmp_path / "n").units == 4
+    world.related(tmp_path / "w", tmp_path / "x")
+
+
+def test_pipelines(tmp_path: Path) -> None:
+    for name, first in (("a", 100), ("b", 200)):
+        with make(tmp_path / name).sync() as pipe:
+            with pipe.weight_update(version=pipe.resume().version):
+                pass
+            pipe.start()
+            for number in range(first, first + 3):
+                pipe.put("one", [Rollout({"n": [number]}, reward=float(number)) for _ in range(2)])
+    world = World.__new__(World)
+    world.folder = tmp_path
+    salvage(tmp_path / "a", tmp_path / "v")
+    reshard(tmp_path / "a", tmp_path / "r", 2)
+    for made in ("v", "r"):
+        world.related(tmp_path / made, tmp_path / "a")
+        merge([tmp_path / made, tmp_path / "b"], tmp_path / f"{made}b")
+        world.related(tmp_path / f"{made}b", tmp_path / "a")
+    world.related(tmp_path / "v", tmp_path / "r")
+    salvage_run(tmp_path / "r", tmp_path / "w")
+    world.related(tmp_path / "w", tmp_path / "a")
+    split(tmp_path / "a", [tmp_path / "x", tmp_path / "y"], count=2)
+    got(tmp_path / "x", 2)  # a process has gone on with it
+    merge([tmp_path / "x", tmp_path / "y"], tmp_path / "xy")
+    world.related(tmp_path / "x", tmp_path / "a")
