@@ -198,7 +198,7 @@ class RowsOnDisk:
         """Yield all rows, also those that a save has dropped, and what keys they have here."""
         files = [self._file(f"{VALUES_FOLDER}/{name}") for name in extras]
         written, ends = written_of(self.state, self._written_values()), Ends(self.state)
-        aside = self._aside()
+        aside = self._aside(self.nexts)
         for block, keep, at in self._ranges():
             arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block))
             arrays = {name: self._held_as(name, array[keep]) for name, array in arrays.items()}
@@ -218,14 +218,14 @@ class RowsOnDisk:
             chunk = Chunk({}, *self._ids(at, keys), [], none, [])
             yield chunk if marked is None else chunk.at(self._coming_back(marked[0][EPISODE]))
 
-    def _aside(self) -> Aside:
-        """Return the next observations that are kept aside."""
-        if not self.nexts or not self.state.size:  # rows that a save has dropped are read, too
+    def _aside(self, columns: Sequence[Column]) -> Aside:
+        """Return the next observations that are kept aside, of some of their columns."""
+        if not columns or not self.state.size:  # rows that a save has dropped are read, too
             return Aside(np.empty(0, np.int64), (), ())
-        names = [f"{VALUES_FOLDER}/{file_of(number, column)}" for number, column in enumerate(self.nexts)]
+        names = [f"{VALUES_FOLDER}/{file_of(self.nexts.index(column), column)}" for column in columns]
         keys = f"{VALUES_FOLDER}/{KEYS_FILE}"
         count = next((info.bytes // 8 for info in self.stored.manifest.files if info.path == keys), 0)
-        return Aside(self._file(keys).read(0, count), self.nexts, [self._file(name).read for name in names])
+        return Aside(self._file(keys).read(0, count), columns, [self._file(name).read for name in names])
 
     def _with_own(self, found: Iterator[tuple[Chunk, Ints]]) -> Iterator[Chunk]:
         """Give rows their own next observations."""
@@ -239,7 +239,7 @@ class RowsOnDisk:
                 yield Batch(chunk._replace(arrays=arrays), keys, arrays[BEHIND], observed)
 
         none = np.empty(0, np.int64)
-        for chunk, nexts in OwnNextObs(self.nexts, self.fields, self._aside(), self.where).filled(batches()):
+        for chunk, nexts in OwnNextObs(self.nexts, self.fields, self._aside(self.nexts), self.where).filled(batches()):
             yield chunk._replace(arrays={**chunk.arrays, **nexts}, aside=none, nexts=[])
 
     def _held_as(self, name: str, array: np.ndarray) -> np.ndarray:
@@ -315,6 +315,24 @@ class RowsOnDisk:
         return self.ranks[part], origin
 
     def _marks(self, names: Sequence[str]) -> Iterator[tuple[Arrays, int]]:
+        """Yield marks and columns of all rows, block by block, and where the first of them lies among all."""
+        shared = [each for each in self.nexts if each.name in names]
+        twins = twins_of(shared, self.fields)
+        found = self._stored_marks([*(name for name in names if name not in twins), *twins.values()])
+        if not shared:
+            yield from found
+            return
+
+        def batches() -> Iterator[Batch[tuple[Arrays, int]]]:
+            for each, at in found:
+                arrays = {name: array.copy() for name, array in each.items()}  # it may be held for a while
+                keys = self.oldest + at + np.arange(len(arrays[EPISODE]))
+                yield Batch((arrays, at), keys, arrays[BEHIND], arrays)
+
+        for (arrays, at), nexts in OwnNextObs(shared, self.fields, self._aside(shared), self.where).filled(batches()):
+            yield {**arrays, **nexts}, at
+
+    def _stored_marks(self, names: Sequence[str]) -> Iterator[tuple[Arrays, int]]:
         if self.schema is None:
             return
         written = [each for each in written_of(self.state, self._written_values()) if each[0] in names]

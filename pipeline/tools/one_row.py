@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,10 +12,12 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import decode_block
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.compressed import unpacked
-from pipeline.buffer.transitions.layout import CUT, END, EPISODE, PLACE, TERMINATED, TRUNCATED, VERSION
+from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, PLACE, TERMINATED, TRUNCATED, VERSION
+from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.checkpoint.parts import shard_of
+from pipeline.config import Fields
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.loading import read_values
 from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
@@ -41,7 +44,7 @@ def row_of(layout: Layout, run_tag: int, stored: Stored, key: int, rank: int | N
     state, _ = read_buffer_state(stored.folder)
     place = _place(state, stored, key)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
-    block = next((each for each in reversed(blocks) if each.first <= place < each.first + each.count), None)
+    block = _block_of(blocks, place)
     if block is None or state.schema is None:
         raise Damaged(f"{path}: no block holds row {key}")
     where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
@@ -59,8 +62,57 @@ def row_of(layout: Layout, run_tag: int, stored: Stored, key: int, rank: int | N
     }
     if state.written_columns:
         facts["note"] = f"as first written: {', '.join(state.written_columns)} of some rows was changed since"
-    rows = {column.name: _dense(arrays[column.name][at : at + 1], column) for column in state.schema.columns}
-    return facts, {column.name: _valued(rows[column.name][0], column) for column in state.schema.columns}
+    rows = {column.name: _dense(arrays[column.name][at : at + 1], column)[0] for column in state.schema.columns}
+    if state.next_obs_columns:
+        rows |= _NextObs(layout, run_tag, stored, state, blocks).of(key)
+    columns = sorted([*state.schema.columns, *(state.next_obs_columns or ())], key=lambda column: column.name)
+    return facts, {column.name: _valued(rows[column.name], column) for column in columns}
+
+
+class _NextObs:
+    """Next observations that rows share (``share_next_obs``)."""
+
+    def __init__(
+        self, layout: Layout, run_tag: int, stored: Stored, state: BufferState, blocks: Sequence[Block]
+    ) -> None:
+        self._layout, self._run_tag, self._stored, self._state, self._blocks = layout, run_tag, stored, state, blocks
+        self._columns = state.next_obs_columns or []
+
+    def of(self, key: int) -> dict[str, np.ndarray]:
+        """Return that of a row, by column: the one that is kept aside, or the observation of its successor.
+
+        Raises:
+            Damaged: there is neither.
+        """
+        values = {name.rpartition(".")[0]: each for name, each in read_values(self._stored).items()}
+        keys = values["next_obs.keys"]
+        at = int(np.searchsorted(keys, key))
+        if at < len(keys) and keys[at] == key:
+            every = [values[f"next_obs.{number}"].view(each.bits) for number, each in enumerate(self._columns)]
+            return {
+                column.name: array.reshape(len(keys), *column.shape)[at]
+                for column, array in zip(self._columns, every, strict=True)
+            }
+        return self._observed(key)
+
+    def _observed(self, key: int) -> dict[str, np.ndarray]:
+        layout, schema, begin = self._layout, self._state.schema, key + 1
+        assert schema is not None
+        twins = twins_of(self._columns, Fields.of(self._stored.manifest.options.get("fields")))
+        while begin < self._state.added and (block := _block_of(self._blocks, begin)) is not None:
+            where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
+            arrays = decode_block(_payload(layout, self._run_tag, block), schema, block.count, where)
+            behind = arrays[BEHIND]
+            led = np.flatnonzero((np.arange(block.first, block.first + block.count) - behind == key) & (behind > 0))
+            if len(led):
+                row = slice(int(led[0]), int(led[0]) + 1)
+                return {name: _dense(arrays[twin][row], schema.column(twin))[0] for name, twin in twins.items()}
+            begin = block.first + block.count
+        raise Damaged(f"{self._stored.folder}: the next observation of row {key} is nowhere. Restore it from a copy")
+
+
+def _block_of(blocks: Sequence[Block], place: int) -> Block | None:
+    return next((each for each in reversed(blocks) if each.first <= place < each.first + each.count), None)
 
 
 def _place(state: BufferState, stored: Stored, key: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Arrays
+from pipeline.buffer.transitions.columns import Arrays, Schema
 from pipeline.buffer.transitions.layout import RowLayout
 from pipeline.checkpoint.manifest import REPLAY, TRAJECTORIES
 from pipeline.errors import ConfigError
@@ -18,7 +18,7 @@ from pipeline.tools import groups, routing_pools
 from pipeline.tools.choosing import By, SplitBy
 from pipeline.tools.grouping import group
 from pipeline.tools.groups import EveryGroup, every_group
-from pipeline.tools.kept_rows import common_schema, rows_of
+from pipeline.tools.kept_rows import rows_of, telling
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
 from pipeline.tools.pools import EveryPool, are_pools, every_pool, pools_of
@@ -196,9 +196,9 @@ def _read(source: Source, how: SplitBy) -> Every:
     streams = rows_of(source)
     if how.where is None:
         return every_row([source], streams)
-    condition, schema = how.condition(), common_schema(streams)
-    if schema is not None:
-        condition.check(RowLayout(schema))
+    condition = how.condition()
+    for each in telling(streams):
+        condition.check(RowLayout(Schema(tuple(each.columns))))  # next observations that rows share among them
 
     def met(arrays: Arrays, rows: int) -> Ints:
         return condition.mask(arrays, rows)
