@@ -110,7 +110,7 @@ class EpisodesThere(NamedTuple):
         part, origin: what names each: its part, and its number there.
         rows: how many are there.
         place: of the first of them.
-        first: where that lies among the rows, oldest first.
+        first, last: where that lies among the rows, oldest first, and where the last of them does.
         version: of the weights that made it.
         met: whether a condition is met by one of its rows.
     """
@@ -121,6 +121,7 @@ class EpisodesThere(NamedTuple):
     rows: Ints
     place: Ints
     first: Ints
+    last: Ints
     version: Ints
     met: Ints
 
@@ -186,20 +187,29 @@ class RowsOnDisk:
         size = next((info.bytes for info in self.stored.manifest.files if info.path == path), None)
         return {} if size is None else {_LISTED: self._file(path).read(0, size // 8)}
 
-    def chunks(self, extras: Sequence[str] = ()) -> Iterator[Chunk]:
-        """Yield all rows, block by block; what is yielded is valid until the next is asked for. Blocks."""
+    def chunks(self, extras: Sequence[str] = (), wanted: Ints | None = None) -> Iterator[Chunk]:
+        """Yield all rows, block by block; what is yielded is valid until the next is asked for. Blocks.
+
+        Args:
+            extras: names of the files of what the selection has of each row.
+            wanted: [n, 2] where rows begin and end, among all and rising, that are wanted; of other rows come those
+                that lie in one block with such. None: all are.
+        """
         if self.schema is None:
             return
-        found = self._chunks(self.schema, extras)
-        for chunk in self._with_own(found) if self.nexts and self.owning else (chunk for chunk, _ in found):
+        alone = self.nexts and self.owning  # what the next observation of a row is, others say
+        found = self._chunks(self.schema, extras, None if alone else wanted)
+        for chunk in self._with_own(found) if alone else (chunk for chunk, _ in found):
             yield chunk if not self.state.dropped else chunk.at(self._coming_back(chunk.arrays[EPISODE]))
 
-    def _chunks(self, schema: Schema, extras: Sequence[str]) -> Iterator[tuple[Chunk, Ints]]:
+    def _chunks(self, schema: Schema, extras: Sequence[str], wanted: Ints | None) -> Iterator[tuple[Chunk, Ints]]:
         """Yield all rows, also those that a save has dropped, and what keys they have here."""
         files = [self._file(f"{VALUES_FOLDER}/{name}") for name in extras]
         written, ends = written_of(self.state, self._written_values()), Ends(self.state)
         aside = self._aside(self.nexts)
         for block, keep, at in self._ranges():
+            if wanted is not None and not _meets(wanted, at, at + keep.stop - keep.start):
+                continue
             arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block))
             arrays = {name: self._held_as(name, array[keep]) for name, array in arrays.items()}
             keys = np.arange(block.first, block.first + block.count)[keep]
@@ -296,16 +306,18 @@ class RowsOnDisk:
             hits = np.zeros(len(episode), bool)
             if callable(met):
                 hits[of[np.asarray(met(arrays, len(number)), bool)]] = True
-            rows = np.bincount(of, minlength=len(episode))
-            found.append((episode, rows, arrays[PLACE][first], at + there[first], arrays[VERSION][first], hits))
-        columns = [np.concatenate(each) for each in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 6
+            rows, last = np.bincount(of, minlength=len(episode)), np.zeros(len(episode), np.int64)
+            last[of] = at + there  # of one episode the last one counts
+            found.append((episode, rows, arrays[PLACE][first], at + there[first], arrays[VERSION][first], last, hits))
+        columns = [np.concatenate(each) for each in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 7
         number, begin, of = np.unique(columns[0], return_index=True, return_inverse=True)
-        rows, hits = np.zeros(len(number), np.int64), np.zeros(len(number), bool)
+        (rows, last), hits = np.zeros((2, len(number)), np.int64), np.zeros(len(number), bool)
         np.add.at(rows, of, columns[1])
-        np.logical_or.at(hits, of, columns[5].astype(bool))
+        np.maximum.at(last, of, columns[5].astype(np.int64))
+        np.logical_or.at(hits, of, columns[6].astype(bool))
         part, origin = self._origins(number)
         place, first, version = (each[begin].astype(np.int64) for each in columns[2:5])
-        return EpisodesThere(number, part, origin, rows, place, first, version, hits)
+        return EpisodesThere(number, part, origin, rows, place, first, last, version, hits)
 
     def _origins(self, number: Ints) -> tuple[Ints, Ints]:
         if not self.made:
@@ -340,6 +352,12 @@ class RowsOnDisk:
             arrays = columns_of_block(self._held, block, self.schema, [*KEPT_MARKS, *names], keep)
             write_back_into(arrays, np.arange(block.first + keep.start, block.first + keep.stop), written)
             yield arrays, at
+
+
+def _meets(wanted: Ints, begin: int, end: int) -> bool:
+    """Return whether something from ``begin`` up to ``end`` is wanted."""
+    at = int(np.searchsorted(wanted[:, 0], end)) - 1
+    return at >= 0 and int(wanted[at, 1]) > begin
 
 
 def columns_of_block(held: HeldSegments, block: Block, schema: Schema, names: Sequence[str], keep: slice) -> Arrays:

@@ -151,7 +151,7 @@ def _made(outputs: Outputs, write: Callable[[], list[Made]]) -> Made:
 def _all(every: Every) -> Aim:
     states = [each.state for each in every.streams]
     return Aim(
-        taken=[np.ones(len(each.number), bool) for each in every.episodes],
+        taken=[np.arange(len(each.number)) for each in every.episodes],
         added=sum(state.added for state in states),
         limiter=limiter_of(states),
     )

@@ -6,8 +6,9 @@ what depends on where a row lies (its key, the number of its episode, how far th
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile, write_file
 from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_nexts, common_schema, telling
 from pipeline.tools.made import Made
-from pipeline.tools.mixing import mixed
+from pipeline.tools.mixing import Mixed, mixed
 from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.related import Descent, Read
 from pipeline.tools.sources import Source, identity, in_order, left_out_of
@@ -32,6 +33,15 @@ from pipeline.tools.writing import RowsWriter
 
 Ints = np.ndarray
 IDS_FILE = "ids.json"
+_FILES = 6  # of one new run: journal, segment, what names rows, and keys of next observations, or fewer
+AT_ONCE = 32
+"""So many new runs are written in one reading, or fewer: each has files open meanwhile, and a block in memory."""
+
+
+def at_once(files: int) -> int:
+    """Return how many new runs are written in one reading, each of which has so many files open: together no more than
+    a quarter of what the process may have."""
+    return max(1, min(AT_ONCE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 // files))
 
 
 class Every(NamedTuple):
@@ -66,7 +76,7 @@ class Aim(NamedTuple):
     """What one new buffer is to hold.
 
     Attributes:
-        taken: by stream, [n] bool: which of its episodes.
+        taken: by stream, which of its episodes, rising.
         added: how many rows were ever added to it.
         limiter: its counts.
     """
@@ -124,8 +134,8 @@ def _numbered(every: Every, aim: Aim) -> _Numbered:
     places[order] = np.arange(len(order))
     found, begin, rows = [], 0, 0
     for episodes, taken in zip(every.episodes, aim.taken, strict=True):
-        count = int(taken.sum())
-        place = np.full(len(taken), -1, np.int64)
+        count = len(taken)
+        place = np.full(len(episodes.number), -1, np.int64)
         place[taken] = places[begin : begin + count]
         found.append(place)
         begin, rows = begin + count, rows + int(episodes.rows[taken].sum())
@@ -168,8 +178,9 @@ class _Target:
         )
         self._counts = np.zeros(len(every.parts), np.int64)
 
-    def add(self, found: Any, of: Ints) -> None:
-        """Add those of some rows that belong here; ``of``: by row, the place of its episode in its stream."""
+    def add(self, found: Mixed, of: Ints) -> int:
+        """Add those of some rows that belong here, and return how many; ``of``: by row, the place of its episode in its
+        stream."""
         place = np.empty(len(of), np.int64)
         for number, places in enumerate(self.numbered.place):
             own = np.flatnonzero(found.stream == number)
@@ -179,6 +190,7 @@ class _Target:
             chunk = found.chunk if len(here) == len(place) else found.chunk.at(here)
             self._counts += np.bincount(chunk.part, minlength=len(self._counts))
             self.writer.add(chunk, place[here], self.numbered.numbers)
+        return len(here)
 
     def finish(self, tool: str, selected: Selected, notes: dict[str, str]) -> Made:
         """Make the run whole."""
@@ -328,36 +340,57 @@ def route(every: Every, aims: Sequence[Aim], outputs: Outputs, tool: str, told: 
         Damaged, StoreError: something cannot be read.
         WriteFailed: something cannot be written.
     """
-    selected = _selected(every)
+    selected, done = _selected(every), 0
     notes = left_out_of(every.sources) | selected.left_out
-    targets: list[_Target] = []
-    descent = Descent(every.reads, len(aims))
-    try:
-        for output, aim in zip(outputs.each, aims, strict=True):
-            targets.append(_Target(output, every, aim, selected.extras, descent))
-        _write(every, targets, selected.extras, told)
-        return [target.finish(tool, selected, notes) for target in targets]
-    except BaseException:
-        for target in targets:
-            target.writer.close()
-        raise
+    descent, total = Descent(every.reads, len(aims)), sum(_rows(every, aim) for aim in aims)
+    made: list[Made] = []
+
+    def wrote(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if told is not None:
+            told(every.bytes * done // max(1, total), every.bytes)
+
+    most = at_once(_FILES + len(selected.extras) + 2 * len(every.nexts))
+    for begin in range(0, len(aims), most):
+        targets: list[_Target] = []
+        try:
+            for output, aim in zip(outputs.each[begin : begin + most], aims[begin : begin + most], strict=True):
+                targets.append(_Target(output, every, aim, selected.extras, descent))
+            _write(every, targets, selected.extras, wrote)
+            made += [target.finish(tool, selected, notes) for target in targets]
+        except BaseException:
+            for target in targets:
+                target.writer.close()
+            raise
+    return made
 
 
-def _write(every: Every, targets: Sequence[_Target], extras: Sequence[str], told: Told | None) -> None:
-    rows = sum(each.size for each in every.streams)
-    done, total = 0, every.bytes
-    streams = [each.chunks(extras) for each in every.streams]
+def _rows(every: Every, aim: Aim) -> int:
+    return sum(int(each.rows[taken].sum()) for each, taken in zip(every.episodes, aim.taken, strict=True))
+
+
+def _write(every: Every, targets: Sequence[_Target], extras: Sequence[str], wrote: Callable[[int], None]) -> None:
+    streams = [
+        each.chunks(extras, _wanted(episodes, [target.aim.taken[number] for target in targets]))
+        for number, (each, episodes) in enumerate(zip(every.streams, every.episodes, strict=True))
+    ]
     for found in mixed(streams, lambda part, key: _twice(every.streams, every.parts[int(part)], int(key))):
         of = np.empty(len(found.stream), np.int64)
         number = found.chunk.arrays[EPISODE]
         for stream, episodes in enumerate(every.episodes):
             own = np.flatnonzero(found.stream == stream)
             of[own] = np.searchsorted(episodes.number, number[own])
-        for target in targets:
-            target.add(found, of)
-        done += len(of)
-        if told is not None:
-            told(total * done // max(1, rows), total)
+        wrote(sum(target.add(found, of) for target in targets))
+
+
+def _wanted(episodes: EpisodesThere, taken: Sequence[Ints]) -> Ints:
+    """Return where the rows of episodes begin and end, in runs [n, 2] that rise and lie apart."""
+    own = np.concatenate(taken)
+    own = own[np.argsort(episodes.first[own])]
+    first, end = episodes.first[own], np.maximum.accumulate(episodes.last[own] + 1)
+    begins = np.flatnonzero(np.append(True, first[1:] > end[:-1])[: len(own)])
+    return np.column_stack([first[begins], end[np.append(begins[1:], len(own))[: len(begins)] - 1]])
 
 
 def _twice(streams: Sequence[RowsOnDisk], which: MadeOf, key: int) -> str:
@@ -382,7 +415,7 @@ def dry(every: Every, aim: Aim, directory: str) -> Made:
         directory=directory,
         kind=REPLAY,
         step=max(each.stored.manifest.step for each in every.sources),
-        units=int(sum(each.sum() for each in aim.taken)),
+        units=sum(map(len, aim.taken)),
         rows=int(sum(episodes.rows[own].sum() for _, episodes, own in taken)),
         bytes=sum(
             stream.bytes * int(episodes.rows[own].sum()) // max(1, stream.size) for stream, episodes, own in taken

@@ -33,14 +33,12 @@ from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.packing import PackedWriter
 from pipeline.tools.pools import EveryPool, PoolRows
 from pipeline.tools.related import Descent
-from pipeline.tools.routing import called_now, environments_of, limiter_of, shares_of, write_ids
+from pipeline.tools.routing import at_once, called_now, environments_of, limiter_of, shares_of, write_ids
 from pipeline.tools.scattered import Heap, ScatteredRows
 from pipeline.tools.sources import counted, left_out_of
 from pipeline.tools.writing import SegmentWriter, committed
 
 Ints = np.ndarray
-AT_ONCE = 64
-"""So many new pools are filled in one reading: each has a file open meanwhile."""
 
 
 class PoolAim(NamedTuple):
@@ -225,8 +223,9 @@ def route_pools(
     selected, made = selected_of(every), list[Made]()
     done, total = 0, sum(each.bytes for each in every.pools)
     descent = Descent(every.reads, len(aims))
-    for begin in range(0, len(aims), AT_ONCE):
-        some, places = aims[begin : begin + AT_ONCE], outputs.each[begin : begin + AT_ONCE]
+    most = at_once(1)  # where rows lie until all are there
+    for begin in range(0, len(aims), most):
+        some, places = aims[begin : begin + most], outputs.each[begin : begin + most]
         targets = _Targets(every, some)
         with contextlib.ExitStack() as stack:
             each = enumerate(zip(places, some, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -226,9 +226,8 @@ def _parts_of_pool(every: EveryPool, how: SplitBy, source: Source) -> dict[str, 
         return {"first": rows[met], "rest": rows[~met]}
     if how.by == "version":
         versions = every.of_rows([each.version for each in every.pools])
-        known, counts = np.unique(versions, return_counts=True)
-        parts = np.split(np.argsort(versions, kind="stable"), np.cumsum(counts)[:-1]) if len(known) else []
-        return {f"version-{version}": part for version, part in zip(known.tolist(), parts, strict=True)}
+        known = np.unique(versions).tolist()
+        return {f"version-{version}": part for version, part in zip(known, _by_value(versions, known), strict=True)}
     first = how.first(len(rows))
     return {"first": rows[:first], "rest": rows[first:]}
 
@@ -239,15 +238,14 @@ def _check_by(how: SplitBy, source: Source) -> None:
 
 
 def _parts(every: Every, how: SplitBy, source: Source) -> dict[str, list[Ints]]:
-    """Return by the name of a part, by stream, which episodes it takes: [n] bool."""
+    """Return by the name of a part, by stream, which episodes it takes, rising."""
     _check_by(how, source)
     if how.where is not None:
         return _two([each.met for each in every.episodes])
     if how.by == "version":
-        known = np.unique(np.concatenate([each.version for each in every.episodes]))
-        return {
-            f"version-{version}": [each.version == version for each in every.episodes] for version in known.tolist()
-        }
+        known = np.unique(np.concatenate([each.version for each in every.episodes])).tolist()
+        parts = [_by_value(each.version, known) for each in every.episodes]
+        return {f"version-{version}": [part[at] for part in parts] for at, version in enumerate(known)}
     ages = _ages(every)
     first = how.first(len(ages))
     oldest = np.zeros(len(ages), bool)
@@ -257,7 +255,13 @@ def _parts(every: Every, how: SplitBy, source: Source) -> dict[str, list[Ints]]:
 
 
 def _two(first: list[Ints]) -> dict[str, list[Ints]]:
-    return {"first": first, "rest": [~each for each in first]}
+    return {"first": list(map(np.flatnonzero, first)), "rest": [np.flatnonzero(~each) for each in first]}
+
+
+def _by_value(values: Ints, known: Sequence[int]) -> list[Ints]:
+    """Return for each of the ``known`` values, which rise, where it stands among ``values``."""
+    order = np.argsort(values, kind="stable")
+    return np.split(order, np.searchsorted(values[order], known[1:])) if known else []
 
 
 def _ages(every: Every) -> Ints:

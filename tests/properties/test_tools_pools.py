@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.distributed import Ranks
-from pipeline.tools import merge, reshard, routing_pools, split
+from pipeline.tools import merge, reshard, routing, split
 from tests.properties.conftest import SOAK
 from tests.support.pooled import CHOICES, content, held, load, made, rows
 from tests.support.ranks import fine, on_ranks
@@ -69,7 +69,7 @@ OPTIONS = st.sampled_from(sorted(CHOICES)).map(CHOICES.__getitem__)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sizes, "BLOCK_BYTES", 7000)
-    monkeypatch.setattr(routing_pools, "AT_ONCE", 2)
+    monkeypatch.setattr(routing, "AT_ONCE", 2)
 
 
 def room(*directories: Path) -> int:

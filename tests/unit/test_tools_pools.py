@@ -14,7 +14,7 @@ from pipeline import Ranks, ReplayBuffer
 from pipeline.checkpoint import verify
 from pipeline.cli import main
 from pipeline.errors import ConfigError, Damaged, UsageError
-from pipeline.tools import merge, reshard, routing_pools, split
+from pipeline.tools import merge, reshard, routing, split
 from tests.support.disk import Killed, ScriptedFiles
 from tests.support.keeping import compressed, digest
 from tests.support.pooled import CAPACITY, CHOICES, REMOVERS, content, fill, held, load, made, play, rows
@@ -144,7 +144,7 @@ def test_training_goes_on_with_what_was_merged(tmp_path: Path, remove: str) -> N
 def test_a_part_for_each_version_though_few_can_be_open_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing_pools, "AT_ONCE", 2)
+    monkeypatch.setattr(routing, "AT_ONCE", 2)
     before = play(tmp_path / "a", 1, 60)
     told: list[tuple[int, int]] = []
     parts = split(tmp_path / "a", tmp_path / "parts", by="version", told=lambda *done: told.append(done))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,14 @@ import numpy as np
 import pytest
 
 from pipeline import Prioritized, ReplayBuffer
+from pipeline.buffer.transitions import blocks
 from pipeline.checkpoint.generations import find_generations
 from pipeline.cli import main
 from pipeline.errors import ConfigError, Damaged, NotARun, UsageError
+from pipeline.store.held import HeldSegments
 from pipeline.store.layout import Layout
-from pipeline.tools import merge, split
+from pipeline.store.segments import Block
+from pipeline.tools import merge, routing, split
 from pipeline.tools.exporting import export
 from pipeline.tools.importing import import_data
 from tests.support.keeping import PRIORITIZED, digest, everything, load, odd_rows, play, rows_by_id
@@ -206,6 +212,57 @@ def test_a_part_for_each_version_lies_in_one_folder(tmp_path: Path) -> None:
             if not any(place)
         }
         assert begun == {int(Path(each.directory).name.removeprefix("version-"))}
+    merge([each.directory for each in made], tmp_path / "back")
+    assert load(tmp_path / "back") == before
+
+
+def versions(directory: Path, count: int) -> dict[str, Any]:
+    """Save a buffer with so many versions of weights, of each of which there are two episodes at the least."""
+    with ReplayBuffer(8 * count, directory=directory, seed=1) as buffer:
+        buffer.resume()
+        for t in range(4 * count):
+            buffer.extend(odd_rows(1, t, 2, done=[t % 2 == 1, t % 3 == 2]), envs=2, version=t // 4)
+        buffer.save(1, wait=True)
+        return everything(buffer)
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """60 more than are open now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("few_files")
+def test_of_many_versions_few_files_are_open_at_once(tmp_path: Path) -> None:
+    before = versions(tmp_path / "a", 40)
+    told: list[tuple[int, int]] = []
+    made = split(tmp_path / "a", tmp_path / "parts", by="version", told=lambda *done: told.append(done))
+    assert [Path(each.directory).name for each in made] == [f"version-{version}" for version in range(40)]
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1]
+    (tmp_path / "by ten").mkdir()
+    tens = [merge([each.directory for each in made[at::4]], tmp_path / "by ten" / str(at)) for at in range(4)]
+    merge([each.directory for each in tens], tmp_path / "back")
+    assert load(tmp_path / "back") == before
+
+
+def test_of_many_versions_each_block_is_read_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * 1500)
+    monkeypatch.setattr(routing, "AT_ONCE", 3)
+    before = versions(tmp_path / "a", 40)
+    read: list[Block] = []
+    payload = HeldSegments.payload
+
+    def counted(held: HeldSegments, block: Block) -> memoryview:
+        read.append(block)
+        return payload(held, block)
+
+    monkeypatch.setattr(HeldSegments, "payload", counted)
+    made = split(tmp_path / "a", tmp_path / "parts", by="version")
+    assert 30 < len(set(read)) < len(read) < 2 * len(set(read))  # not once for each three versions
     merge([each.directory for each in made], tmp_path / "back")
     assert load(tmp_path / "back") == before
 
