@@ -31,6 +31,7 @@ from pipeline.replay.state import VALUES_FOLDER, Ends, read_buffer_state
 from pipeline.store.files import plain_handle
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
+from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
 from pipeline.tools.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of
 from pipeline.tools.sources import Source, check_columns
 
@@ -325,6 +326,12 @@ class RowsOnDisk:
         count = next(info.bytes for info in self.stored.manifest.files if info.path == EPISODES_FILE) // 8
         part, origin = origins_listed(self._file(EPISODES_FILE).read(0, count), number, self.where)
         return self.ranks[part], origin
+
+    def homes(self, env: int) -> list[Home]:
+        """Return the ids of an environment."""
+        size = next((info.bytes for info in self.stored.manifest.files if info.path == ENVIRONMENTS_FILE), 0)
+        table = self._file(ENVIRONMENTS_FILE).read(0, size // 8) if size else np.empty(0, np.int64)
+        return homes_listed(table, self.ranks, env)
 
     def _marks(self, names: Sequence[str]) -> Iterator[tuple[Arrays, int]]:
         """Yield marks and columns of all rows, block by block, and where the first of them lies among all."""

@@ -24,6 +24,7 @@ from pipeline.replay.shards import ShardOnDisk, pool_on_disk
 from pipeline.replay.state import read_buffer_state
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, read_blocks
+from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
 from pipeline.tools.kept_rows import (
     EPISODES_FILE,
     KEY_FILE,
@@ -157,6 +158,12 @@ class PoolRows:
             return np.zeros(len(number), np.int64), number
         count = next(info.bytes for info in self.stored.manifest.files if info.path == EPISODES_FILE) // 8
         return origins_listed(self._file(EPISODES_FILE, count), number, self.where)
+
+    def homes(self, env: int) -> list[Home]:
+        """Return the ids of an environment."""
+        size = next((info.bytes for info in self.stored.manifest.files if info.path == ENVIRONMENTS_FILE), 0)
+        table = self._file(ENVIRONMENTS_FILE, size // 8) if size else np.empty(0, np.int64)
+        return homes_listed(table, self.ranks, env)
 
 
 def pools_of(sources: Sequence[Source]) -> list[PoolRows]:

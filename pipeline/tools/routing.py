@@ -9,7 +9,6 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +22,7 @@ from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.state import BufferState
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile, write_file
+from pipeline.tools.environments import ENVIRONMENTS_FILE, Environments, Going
 from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, common_nexts, common_schema, telling
 from pipeline.tools.made import Made
 from pipeline.tools.mixing import Mixed, mixed
@@ -195,11 +195,13 @@ class _Target:
     def finish(self, tool: str, selected: Selected, notes: dict[str, str]) -> Made:
         """Make the run whole."""
         every, numbered = self._every, self.numbered
-        environments = _environments(every, numbered)
-        state = self._state(selected, environments)
+        going = dict(_going(every, numbered))
+        environments = Environments(every.streams, list(going))
+        state = self._state(selected, environments, going)
         count = len(numbered.origin)
         table = np.column_stack([numbered.numbers, numbered.origin]).astype(np.int64)
         self.writer.file(EPISODES_FILE, table.tobytes())
+        self.writer.file(ENVIRONMENTS_FILE, environments.table.tobytes())
         parts = [
             msgspec.structs.replace(part, units=int(rows)) for part, rows in zip(every.parts, self._counts, strict=True)
         ]
@@ -212,9 +214,8 @@ class _Target:
             made_of=parts,
         )
         whole = self.writer.finish(state, _unknown(every), manifest, time.time())
-        named = [[now, every.streams[stream].where, env] for (stream, env), now in environments.items()]
         run = self._descent.of(self.run, parts)
-        write_ids(self.output.files, self.layout, run, parts, table, named)
+        write_ids(self.output.files, self.layout, run, parts, table, environments.told)
         return Made(
             directory=directory,
             kind=REPLAY,
@@ -228,25 +229,23 @@ class _Target:
             made_of=parts,
         )
 
-    def _state(self, selected: Selected, environments: dict[tuple[int, int], int]) -> BufferState:
+    def _state(self, selected: Selected, environments: Environments, going: dict[Going, int]) -> BufferState:
         every, aim, numbered = self._every, self.aim, self.numbered
         states = [each.state for each in every.streams]
         schema = common_schema(every.streams)
-        going = [[environments[each.stream, each.env], *self._tail(each.place)] for each in _going(every, numbered)]
-        waiting = {environments[stream, env] for stream, state in enumerate(states) for env in state.awaiting_reset}
         return BufferState(
             columns=None if schema is None else list(schema.columns),
             capacity=max([numbered.rows, *(state.capacity for state in states)]),
             added=aim.added,
             size=numbered.rows,
             next_episode=numbered.next,
-            open_episodes=sorted(going),
+            open_episodes=sorted([environments.of(each), *self._tail(place)] for each, place in going.items()),
             cut_keys=self.writer.cuts,
             stale_updates=sum(state.stale_updates for state in states),
             limiter=aim.limiter,
             selection=selected.selection,
             selector=selected.state(aim.added, self.writer.most),
-            awaiting_reset=sorted(waiting),
+            awaiting_reset=environments.resting,
             next_obs_columns=every.nexts or None,
         )
 
@@ -255,44 +254,13 @@ class _Target:
         return [key, int(self.numbered.numbers[place]), at]
 
 
-class _Going(NamedTuple):
-    """An open episode of which rows are there."""
-
-    part: int
-    env: int
-    stream: int
-    place: int
-
-
-def _going(every: Every, numbered: _Numbered) -> Iterator[_Going]:
+def _going(every: Every, numbered: _Numbered) -> Iterator[tuple[Going, int]]:
+    """Yield the open episodes of which rows are there, and the place of each among those of the new buffer."""
     for stream, (rows, episodes) in enumerate(zip(every.streams, every.episodes, strict=True)):
         for env, _, number, _ in rows.state.open_episodes:
             at = int(np.searchsorted(episodes.number, number))
             if at < len(episodes.number) and episodes.number[at] == number and numbered.place[stream][at] >= 0:
-                yield _Going(int(episodes.part[at]), env, stream, int(numbered.place[stream][at]))
-
-
-def _environments(every: Every, numbered: _Numbered) -> dict[tuple[int, int], int]:
-    going = [(each.stream, each.env) for each in sorted(_going(every, numbered))]
-    resting = {(stream, env) for stream, rows in enumerate(every.streams) for env in rows.state.awaiting_reset}
-    return environments_of(going, resting, [each.ranks for each in every.streams])
-
-
-def environments_of(
-    going: Sequence[tuple[int, int]], resting: AbstractSet[tuple[int, int]], ranks: Sequence[Ints]
-) -> dict[tuple[int, int], int]:
-    """Return by (stream, environment) its number now: what it was, unless two would have one, and one of these an open
-    episode; then all are counted anew, in the order of the parts.
-
-    Args:
-        going: those that have an open episode, in that order.
-        resting: those whose next step is their reset.
-        ranks: by stream, where its parts stand among all.
-    """
-    rest = sorted(resting - set(going), key=lambda each: (int(ranks[each[0]].min()), each[1]))
-    named = [env for _, env in going]
-    clash = len(set(named)) < len(named) or bool(set(named) & {env for _, env in rest})
-    return {each: number if clash else each[1] for number, each in enumerate([*going, *rest])}
+                yield Going(int(episodes.part[at]), stream, env), int(numbered.place[stream][at])
 
 
 def write_ids(
@@ -301,7 +269,7 @@ def write_ids(
     run: RunFile,
     parts: Sequence[MadeOf],
     episodes: Ints,
-    environments: Sequence[Sequence[Any]],
+    environments: Sequence[Sequence[object]],
 ) -> None:
     """Say what everything in a new run had been called, and make it a run: what is written last.
 

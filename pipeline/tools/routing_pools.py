@@ -27,13 +27,14 @@ from pipeline.replay.state import BufferState
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block
+from pipeline.tools.environments import ENVIRONMENTS_FILE, Environments, Going
 from pipeline.tools.kept_rows import EPISODES_FILE, KEY_FILE, PART_FILE
 from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.packing import PackedWriter
 from pipeline.tools.pools import EveryPool, PoolRows
 from pipeline.tools.related import Descent
-from pipeline.tools.routing import at_once, called_now, environments_of, limiter_of, shares_of, write_ids
+from pipeline.tools.routing import at_once, called_now, limiter_of, shares_of, write_ids
 from pipeline.tools.scattered import Heap, ScatteredRows
 from pipeline.tools.sources import counted, left_out_of
 from pipeline.tools.writing import SegmentWriter, committed
@@ -114,19 +115,15 @@ def _capacity(every: EveryPool, aim: PoolAim) -> int:
     return max([len(aim.taken), *(each.state.capacity for each in every.pools)])
 
 
-class _Going(NamedTuple):
-    """An open episode.
+class _Tail(NamedTuple):
+    """The newest row of an open episode.
 
     Attributes:
-        part, env, pool: where it is.
-        row: its newest one, among all of the new pool.
-        number: what it is called there.
-        place: of its newest row in it.
+        row: which it is of all of the new pool.
+        number: what the episode is called there.
+        place: of the row in it.
     """
 
-    part: int
-    env: int
-    pool: int
     row: int
     number: int
     place: int
@@ -162,7 +159,7 @@ class _Targets:
         at = pool.shard.pool["at"][self.target[number] >= 0] if pool.blocks else np.empty(0, np.int64)
         return [pool.blocks[block] for block in np.unique(block_of(at, pool.blocks)).tolist()]
 
-    def going(self, every: EveryPool, target: int) -> Iterator[_Going]:
+    def going(self, every: EveryPool, target: int) -> Iterator[tuple[Going, _Tail]]:
         """Yield the open episodes whose newest row goes to a target. Where that row was not kept, the environment
         begins anew."""
         for at, pool in enumerate(every.pools):
@@ -171,7 +168,7 @@ class _Targets:
                 if row < len(pool.serials) and pool.serials[row] == serial and self.target[at][row] == target:
                     found = (each[at][row] for each in (self.part, self.place, self.number))
                     part, own, number = map(int, found)
-                    yield _Going(part, env, at, own, number, place)
+                    yield Going(part, at, env), _Tail(own, number, place)
 
 
 class _Homes(PoolHomes):
@@ -304,6 +301,7 @@ class _Writer:
                 writer.write(schema, 0, rows.each(every.sources[0].directory, 0))
             self._origins(generation)
             state, environments = self._state(selected, writer)
+            generation.add(ENVIRONMENTS_FILE, environments.table.tobytes())
             unknown = {name: value for each in reversed(every.pools) for name, value in each.shard.unknown.items()}
             wrote = writer.finish(state, unknown, places_of(state.added, state.size), tool)
             manifest = Manifest(
@@ -315,9 +313,8 @@ class _Writer:
             )
             whole = committed(generation, [wrote], manifest, self._run, kind=REPLAY)
         table = self._targets.numbered[self._at].table
-        named = [[now, every.pools[pool].where, env] for (pool, env), now in environments.items()]
         run = descent.of(self._run, whole.made_of)
-        write_ids(files, self.layout, run, whole.made_of, table, named)
+        write_ids(files, self.layout, run, whole.made_of, table, environments.told)
         return msgspec.structs.replace(
             told_of(every, self._aim, self._output.directory),
             run_id=whole.run_id,
@@ -332,15 +329,13 @@ class _Writer:
         generation.add(KEY_FILE, every.number[taken].astype(np.int64).tobytes())
         generation.add(EPISODES_FILE, self._targets.numbered[self._at].table.tobytes())
 
-    def _state(self, selected: Selected, writer: PackedWriter) -> tuple[BufferState, dict[tuple[int, int], int]]:
-        """Return the state, and by (pool, environment) what each environment is called there."""
+    def _state(self, selected: Selected, writer: PackedWriter) -> tuple[BufferState, Environments]:
+        """Return the state, and the environments that it speaks of."""
         every, aim, schema = self._every, self._aim, self._every.schema
         states, size = [each.state for each in every.pools], len(aim.taken)
-        going, first = sorted(self._targets.going(every, self._at)), aim.added - size
-        resting = {(number, env) for number, pool in enumerate(every.pools) for env in pool.state.awaiting_reset}
-        ranks = [each.ranks for each in every.pools]
-        environments = environments_of([(each.pool, each.env) for each in going], resting, ranks)
-        opened = [[environments[each.pool, each.env], first + each.row, each.number, each.place] for each in going]
+        going, first = dict(self._targets.going(every, self._at)), aim.added - size
+        environments = Environments(every.pools, list(going))
+        opened = [[environments.of(each), first + at.row, at.number, at.place] for each, at in going.items()]
         state = BufferState(
             columns=None if schema is None else list(schema.columns),
             capacity=_capacity(every, aim),
@@ -354,7 +349,7 @@ class _Writer:
             selection=selected.selection,
             selector=selected.state(aim.added, writer.most),
             remove=every.telling[0].state.remove,
-            awaiting_reset=sorted(environments[each] for each in resting),
+            awaiting_reset=environments.resting,
             pool=numbers_of(size, aim.not_kept),
         )
         return state, environments

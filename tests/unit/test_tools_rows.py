@@ -82,8 +82,28 @@ def test_nor_where_only_some_have_episodes_of_one_number(tmp_path: Path) -> None
     merge([tmp_path / "1", tmp_path / "3"], tmp_path / "13")
     merge([tmp_path / "13", tmp_path / "2"], tmp_path / "right")
     found = [load(tmp_path / name) for name in ("at once", "left", "right")]
-    assert found[0]["#episode"] == found[1]["#episode"] == found[2]["#episode"]
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+
+
+def test_nor_where_only_some_have_environments_of_one_number(tmp_path: Path) -> None:
+    """Open episodes, and environments that wait for their reset."""
+    for run, envs in (("1", [0]), ("2", [0]), ("3", [5]), ("4", [5, 6])):
+        with ReplayBuffer(50, directory=tmp_path / run, seed=1) as buffer:
+            buffer.resume()
+            for env in envs:
+                buffer.extend(odd_rows(int(run), env, 1, done=[env == 6]), env=env)
+            buffer.save(1, wait=True)
+    runs = [tmp_path / run for run in "1234"]
+    merge(runs, tmp_path / "at once")
+    merge([merge(runs[:2], tmp_path / "12").directory, *runs[2:]], tmp_path / "left")
+    merge([merge(runs[1:3], tmp_path / "23").directory, runs[3], runs[0]], tmp_path / "right")
+    found = [load(tmp_path / name) for name in ("at once", "left", "right")]
+    assert [each[0] for each in found[0]["open"][0]] == [0, 1, 2, 3]
+    assert found[0] == found[1] == found[2]
+    split(tmp_path / "left", [tmp_path / "x", tmp_path / "y"], count=2)
+    assert [each[0] for each in load(tmp_path / "y")["open"][0]] == [0, 1]
+    merge([tmp_path / "x", tmp_path / "y"], tmp_path / "back")
+    assert load(tmp_path / "back") == found[0]
 
 
 def test_of_each_id_one_run_after_the_other_in_numeric_order(tmp_path: Path) -> None:
