@@ -64,6 +64,7 @@ def _listed(layout: Layout, manifest: Manifest) -> list[Way]:
         run = None
     if run is not None and run.made_of:
         return list(run.made_of)
-    found = [Way(run_id=part.run_id, directory=part.directory, named=part.run_id) for part in manifest.made_of]
+    having = [part for part in manifest.made_of if part.units or not keeps_ids(manifest)]
+    found = [Way(run_id=part.run_id, directory=part.directory, named=part.run_id) for part in having]
     origin = manifest.origin.partition("/")[0]
     return distinct([*found, *([Way(run_id=origin)] if origin else [])])

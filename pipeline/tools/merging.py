@@ -45,18 +45,15 @@ def merge(
     Of each run the newest generation counts. Everything keeps its order by its id: of each id, one run after the other,
     in the order of their names, with the numbers in these as numbers. What was merged, or split off, before comes in
     the order that it had in the runs of which it was made: so it does not matter in how many steps a merge is done, and
-    parts that were split are what they had been of. What the trainer had attached is left out.
-
-    Of buffers from which others than the oldest rows go first (``remove=``) each row goes by itself; they are merged
-    with each other alone.
+    parts that were split are what they had been of. What the trainer had attached is left out. Of buffers from which
+    others than the oldest rows go first (``remove=``) each row goes by itself; they are merged with each other alone.
 
     Args:
         runs: folders of runs: buffers of transitions, of one process or of ranks; or buffers of trajectories; or
             pipelines, of one process or of ranks, of which the finished groups come that were not trained yet.
         out: where the new run goes; absent, or an empty folder. There is nothing before all of it is there.
-        allow_related: whether to merge runs though one was made of another one, or both of a third (by a reshard, a
-            salvage, or a merge or a split with which a process has gone on): nobody can tell then what of one is in
-            the other too, and that would be there twice. What they have in common by its id is refused all the same.
+        allow_related: whether to merge runs though one was made of another one, or both of a third, by a reshard, say:
+            what they have in common and has other ids in each is there twice then.
         dry_run: only say what would be written.
         told: told how many bytes are done, and of how many.
         files: the file layer that the new run is written through.
@@ -74,13 +71,10 @@ def merge(
     outputs = Outputs([os.fspath(out)], TOOL, files)
     outputs.check([source.directory for source in sources])
     check = _unchecked if allow_related else check_apart
-    if kind == REPLAY and are_pools(sources):
-        return _merged_pools(sources, outputs, check, dry_run, told)
+    how = _merged_trajectories if kind == TRAJECTORIES else _merged_groups
     if kind == REPLAY:
-        return _merged_rows(sources, outputs, check, dry_run, told)
-    if kind == TRAJECTORIES:
-        return _merged_trajectories(sources, outputs, check, dry_run, told)
-    return _merged_groups(sources, outputs, check, dry_run, told)
+        how = _merged_pools if are_pools(sources) else _merged_rows
+    return how(sources, outputs, check, dry_run, told)
 
 
 def _unchecked(reads: Sequence[Read]) -> None:

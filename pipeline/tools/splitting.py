@@ -52,10 +52,9 @@ def split(
         split("runs/a", ["runs/old", "runs/new"], count=100)  # the oldest 100 episodes, and the others
         split("runs/a", ["runs/good"], where="reward > 0.5")  # without a second folder the others are left out
 
-    Units are whole: episodes of a buffer of transitions, trajectories, finished groups of a pipeline; and single rows
-    of a buffer from which others than the oldest go first (``remove=``). A part keeps
-    their order, and what was split is put together again by :func:`~pipeline.tools.merge`. What the trainer had
-    attached is left out.
+    Units are whole: episodes of a buffer of transitions (or rows, if others than the oldest go first: ``remove=``),
+    trajectories, finished groups of a pipeline. A part keeps their order, and what was split is put together again by
+    :func:`~pipeline.tools.merge`. What the trainer had attached is left out.
 
     Args:
         run: the run's folder.

@@ -147,6 +147,15 @@ def test_parts_of_one_split_have_nothing_in_common_whatever_becomes_of_them(worl
     world.related(one, v, match="was made of")
 
 
+def test_a_part_without_anything_has_nothing_in_common(world: World) -> None:
+    one, other = world.folder / "x", world.folder / "y"
+    split(world.a, [one, other], where="n < 0")
+    assert held(other) == held(world.a)
+    r = world.resharded("r", other)
+    world.apart(one, r)
+    world.apart(world.salvaged("v", one), other)
+
+
 def test_parts_of_two_splits_may_have(world: World) -> None:
     one, _ = world.split("a", world.a)
     parts = [world.folder / name for name in ("x", "y")]
