@@ -158,9 +158,9 @@ class Assembled:
         gaps = Gaps.of(self._there, table.rows)
         now = np.cumsum(self._there) - 1
         self._aside = [(now[rows], nexts) for rows, nexts in self._aside]
-        self._move(gaps.kept)
-        if len(gaps.kept):
-            storage, slots = self._ring.storage, self._slots(np.arange(len(gaps.kept)))
+        self._move(np.flatnonzero(self._there))
+        if gaps.rows:
+            storage, slots = self._ring.storage, self._slots(np.arange(gaps.rows))
             storage.write(slots, gaps.marks(storage.view(END)[slots], self._first))
         return gaps.table(table, names)
 

@@ -43,21 +43,16 @@ class Unfollowed(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """The rows that have come, and the parts of episodes that they form.
+    """The parts of episodes that rows form which have come, one after the other.
 
     Attributes:
-        kept: [n] which rows have come, by their place among all.
-        begins, lengths: [k] of each part among the kept rows.
+        begins, lengths: [k] of each part among these rows.
         whose: [k] the episode of each, as the table lists them.
-        part, place: [n] of each kept row: the part that it is in, and its place there.
     """
 
-    kept: Ints
     begins: Ints
     lengths: Ints
     whose: Ints
-    part: Ints
-    place: Ints
 
     @classmethod
     def of(cls, there: np.ndarray, rows: Ints) -> Gaps:
@@ -65,30 +60,40 @@ class Gaps(NamedTuple):
         there: [m] whether each row has come.
         rows: of each episode; they lie one after the other.
         """
-        kept = np.flatnonzero(there)
-        of = np.repeat(np.arange(len(rows)), rows)[kept]
-        begins = np.flatnonzero(np.diff(kept, prepend=-2) != 1)
-        begins = np.union1d(begins, np.flatnonzero(np.diff(of, prepend=-1) != 0))
-        lengths = np.diff(np.append(begins, len(kept)))
-        part = np.repeat(np.arange(len(begins)), lengths)
-        place = np.arange(len(kept)) - np.repeat(begins, lengths)
-        return cls(kept, begins, lengths, of[begins] if len(begins) else begins, part, place)
+        ends = np.cumsum(rows)
+        begins, stops = there.copy(), there.copy()
+        begins[1:] &= ~there[:-1]
+        stops[:-1] &= ~there[1:]
+        edges = (ends - rows)[rows > 0], ends[rows > 0] - 1
+        begins[edges[0]], stops[edges[1]] = there[edges[0]], there[edges[1]]
+        first = np.flatnonzero(begins)
+        lengths = np.flatnonzero(stops) - first + 1
+        return cls(np.cumsum(lengths) - lengths, lengths, np.searchsorted(ends, first, side="right"))
+
+    @property
+    def rows(self) -> int:
+        """How many have come."""
+        return int(self.lengths.sum())
 
     def marks(self, ends: np.ndarray, first: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """Return the marks of kept rows, of which the first of all has the key ``first``: each part ends where it is,
-        those that were open among them.
+        """Return the marks of rows that have come, of which the first of all has the key ``first``: each part ends
+        where it is, those that were open among them.
 
         Args:
             ends: the marks ``END`` of these rows as they were.
             first: a key.
-            rows: which of the kept rows.
+            rows: which of them.
         """
-        last = np.zeros(len(self.kept), bool)
-        last[self.begins + self.lengths - 1] = True
-        last, place = last[rows], self.place[rows]
-        numbers = np.arange(len(self.kept))[rows]
+        begin, end, _ = rows.indices(self.rows)
+        low = max(0, int(np.searchsorted(self.begins, begin, side="right")) - 1)
+        high = int(np.searchsorted(self.begins, end))
+        begins, lengths = self.begins[low:high], self.lengths[low:high]
+        counts = np.minimum(begins + lengths, end) - np.maximum(begins, begin)
+        numbers = np.arange(begin, end)
+        place = numbers - np.repeat(begins, counts)
+        last = place + 1 == np.repeat(lengths, counts)
         return {
-            EPISODE: self.part[rows],
+            EPISODE: np.repeat(np.arange(low, high), counts),
             PLACE: place,
             BEHIND: place > 0,
             AHEAD: ~last,
