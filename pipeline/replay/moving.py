@@ -41,6 +41,7 @@ from pipeline.replay.episode_ids import Numbers, unlisted
 from pipeline.replay.handing import Extra, RowFormat, SomeRows
 from pipeline.replay.shards import ShardOnDisk, Shares
 from pipeline.replay.state import BufferState, Ends
+from pipeline.replay.values import Values, WrittenBack
 from pipeline.replay.write_back import saved
 from pipeline.store.files import FilesLike, open_plain
 from pipeline.store.layout import SCRATCH, Layout
@@ -253,24 +254,23 @@ class Homes:
 
     def __init__(self, shard: ShardOnDisk, shares: Shares, wanted: Wanted) -> None:
         table, state = shard.table, shard.state
-        values = shard.values()
+        shard.check()
+        values = Values(shard.stored)
         self._shard, self._table, self._firsts = shard, table, np.array(shares.firsts, np.int64)
         self._numbers = Numbers(table.number)
         self._skipped = table.length - table.rows
         self._ranks, self._places, self._episodes = (
             each[shard.rank] for each in (shares.ranks, shares.places, shares.episodes)
         )
-        self._written = written_of(state, values)
-        self._extras = [values[each.name] for each in wanted.extras]
         self._ends = Ends(state)
-        plain = {name.rpartition(".")[0].removeprefix("next_obs."): each for name, each in values.items()}
-        self._aside = plain["keys"] if wanted.nexts and state.size else np.empty(0, np.int64)
-        self._nexts = [
-            plain[str(number)].view(column.bits).reshape(len(self._aside), *column.shape)
-            if state.size
-            else np.empty((0, *column.shape), column.bits)
-            for number, column in enumerate(wanted.nexts)
-        ]
+        self._begin(values, wanted)
+
+    def _begin(self, values: Values, wanted: Wanted) -> None:
+        """Look what there is of rows beside their blocks; it is read as they come."""
+        state = self._shard.state
+        self._written = WrittenBack(state, values)
+        self._extras = [values.reader(each.name) for each in wanted.extras]
+        self._aside = values.aside(wanted.nexts if state.size else [])
 
     def there(self, block: Block, arrays: Arrays) -> tuple[Ints, Arrays]:
         """Return the keys of those of a block's rows that are there, and these as they are now."""
@@ -281,7 +281,7 @@ class Homes:
             part = slice(begin - block.first, end - block.first)
             arrays = {name: array[part] for name, array in arrays.items()}
         keys = np.arange(begin, end)
-        write_back_into(arrays, keys, self._written)
+        self._written.into(arrays, keys)
         arrays[END] = self._ends.of(keys, arrays[END])
         return keys, arrays
 
@@ -303,7 +303,7 @@ class Homes:
             raise Damaged(f"{where}: a row lies beyond its episode as it is listed. resume() an older generation")
         rank = np.where(listed, self._ranks[at], -1)
         row = self._places[at] + place
-        order = _grouped(at)
+        order = grouped(at)
         begins = np.flatnonzero((np.diff(at[order], prepend=-2) != 0) | (np.diff(row[order], prepend=-2) != 1))
         counts = np.diff(np.append(begins, len(order)))
         first = order[begins]
@@ -326,12 +326,13 @@ class Homes:
     def extras_of(self, keys: Ints) -> list[np.ndarray]:
         """Return what the selection has of rows."""
         begin = int(keys[0]) - self._shard.oldest if len(keys) else 0
-        return [each[begin : begin + len(keys)] for each in self._extras]
+        return [read(begin, len(keys)) for read in self._extras]
 
     def aside_of(self, keys: Ints) -> tuple[Ints, list[np.ndarray]]:
         """Return which of the rows have a next observation aside, and these."""
-        low, high = np.searchsorted(self._aside, (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
-        return self._aside[low:high] - (keys[0] if len(keys) else 0), [each[low:high] for each in self._nexts]
+        begin, end = (int(keys[0]), int(keys[-1]) + 1) if len(keys) else (0, 0)
+        own, nexts = self._aside.among(begin, end)
+        return own - begin, nexts
 
 
 class PoolHomes(Homes):
@@ -345,13 +346,20 @@ class PoolHomes(Homes):
         self._opened = np.array(sorted(key for _, key, *_ in shard.state.open_episodes), np.int64)
         self._before = shard.before
 
+    def _begin(self, values: Values, wanted: Wanted) -> None:
+        """Rows come in any order: what there is of them is in memory."""
+        state = self._shard.state
+        names = [each for each in values.names if each.startswith("written.")]
+        self._changed = written_of(state, {name: values.all(name) for name in names})
+        self._worth = [values.all(each.name) for each in wanted.extras]
+
     def there(self, block: Block, arrays: Arrays) -> tuple[Ints, Arrays]:
         low, high = np.searchsorted(self._at, (block.first, block.first + block.count))
         own = np.sort(self._order[low:high])
         rows = self._shard.pool["at"][own] - block.first
         arrays = {name: array[rows] for name, array in arrays.items()}
         keys = self._shard.pool["keys"][own]
-        put_back_by_key(arrays, keys, self._written)
+        put_back_by_key(arrays, keys, self._changed)
         arrays[END] = self.ended(own, self._ends.of(keys, arrays[END]))
         return own, arrays
 
@@ -376,13 +384,13 @@ class PoolHomes(Homes):
         records[SERIAL] = found.row.astype(np.uint32)
 
     def extras_of(self, keys: Ints) -> list[np.ndarray]:
-        return [each[keys] for each in self._extras]
+        return [each[keys] for each in self._worth]
 
     def aside_of(self, keys: Ints) -> tuple[Ints, list[np.ndarray]]:
         return np.empty(0, np.int64), []
 
 
-def _grouped(at: Ints) -> Ints:
+def grouped(at: Ints) -> Ints:
     """Return the order in which equal ones follow each other, each in the order in which they are."""
     low = int(at.min()) if len(at) else 0
     narrow = len(at) > 0 and int(at.max()) - low < _NARROW  # such are sorted by counting
@@ -399,22 +407,9 @@ def written_of(state: BufferState, values: Mapping[str, np.ndarray]) -> list[tup
     ]
 
 
-def write_back_into(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Ints, Any]]) -> None:
-    """Let values count that were changed after a block had been written; ``keys`` follow each other."""
-    for name, changed, values in written:
-        low, high = np.searchsorted(changed, (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
-        if low < high:
-            array = arrays[name] = arrays[name].copy()
-            places = changed[low:high] - keys[0]
-            if array.dtype != object:
-                array[places] = values[low:high]
-            else:
-                for at, value in zip(places.tolist(), values[low:high], strict=True):
-                    array[at] = packed_row(value)
-
-
 def put_back_by_key(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Ints, Any]]) -> None:
-    """As :func:`write_back_into`, of rows whose ``keys`` are in any order, and of arrays that may be changed."""
+    """Let values count that were changed after blocks had been written, of rows whose ``keys`` are in any order, and of
+    arrays that may be changed."""
     order = np.argsort(keys)
     for name, changed, values in written:
         found = np.searchsorted(keys[order], changed)

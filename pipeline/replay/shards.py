@@ -72,10 +72,18 @@ class ShardOnDisk(NamedTuple):
             return sorted(self.blocks, key=lambda block: block.first)
         return needed_blocks(self.blocks, self.oldest) if self.state.size else []
 
-    def values(self) -> dict[str, np.ndarray]:
-        """Read what it has for each row, compared with the manifest. Blocks."""
+    def check(self) -> None:
+        """Compare its files with the manifest. Blocks.
+
+        Raises:
+            Damaged: one is missing, or was changed.
+        """
         for info in self.stored.manifest.files:
             check_listed(self.stored, info)
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Read what it has for each row, compared with the manifest. Blocks."""
+        self.check()
         return read_values(self.stored)
 
 

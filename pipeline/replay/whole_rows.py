@@ -136,24 +136,6 @@ def take_rows(arrays: dict[str, Ints], name: str, places: Ints, rows: Ints, ther
     arrays[name][places] = rows
 
 
-def moved(there: Ints, oldest: int, first: int) -> Moved:
-    """Return what has become of keys, where those that are kept follow each other.
-
-    Args:
-        there: which rows are kept, oldest first.
-        oldest: the key that the oldest of all had.
-        first: the key of the oldest that is kept.
-    """
-    now = first + np.cumsum(there) - 1
-
-    def of(keys: Ints) -> tuple[Ints, Ints]:
-        inside = (keys >= oldest) & (keys < oldest + len(there))
-        inside[inside] = there[keys[inside] - oldest]
-        return inside, now[keys[inside] - oldest]
-
-    return of
-
-
 def written_of(values: Mapping[str, Ints], of: Moved) -> dict[str, Ints]:
     """Return what was written back into the rows that are kept, by their new keys."""
     found: dict[str, Ints] = {}

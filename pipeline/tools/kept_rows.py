@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
 from pipeline.buffer.transitions.checked import CheckedBlock, Columns
 from pipeline.buffer.transitions.columns import LARGE, Arrays, Column, Schema
-from pipeline.buffer.transitions.compressed import unpacked
+from pipeline.buffer.transitions.compressed import as_held, dense
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
 from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.generations import Stored, check_generation
@@ -26,13 +26,13 @@ from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
 from pipeline.errors import Damaged
 from pipeline.replay.loading import blocks_of, read_values
-from pipeline.replay.moving import write_back_into, written_of
+from pipeline.replay.moving import written_of
+from pipeline.replay.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of
 from pipeline.replay.state import VALUES_FOLDER, Ends, read_buffer_state
-from pipeline.store.files import plain_handle
+from pipeline.replay.values import ValuesFile, write_back_into
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
 from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
-from pipeline.tools.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of
 from pipeline.tools.sources import Source, check_columns
 
 Ints = np.ndarray
@@ -40,33 +40,6 @@ PART_FILE, KEY_FILE, EPISODES_FILE = "origin/part.int32", "origin/key.int64", "o
 """By row: which of the manifest's ``made_of`` it is of, and its key there; by episode: its number, part and number
 there."""
 _LISTED = "episodes.number.int64"
-
-
-class ValuesFile:
-    """An array on the disk, of which parts are read."""
-
-    def __init__(self, path: str, dtype: str) -> None:
-        self._path, self._dtype = path, np.dtype(dtype)
-        self._handle = -1  # until it is opened
-        self._handle = plain_handle(path)
-
-    def read(self, begin: int, count: int) -> np.ndarray:
-        """Return ``count`` values from ``begin`` on.
-
-        Raises:
-            Damaged: there are fewer.
-        """
-        size = self._dtype.itemsize
-        raw = b""
-        while (left := count * size - len(raw)) and (more := os.pread(self._handle, left, begin * size + len(raw))):
-            raw += more
-        if len(raw) < count * size:
-            raise Damaged(f"{self._path}: ends at value {begin + len(raw) // size}. Restore the file from a copy")
-        return np.frombuffer(raw, self._dtype)
-
-    def __del__(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
 
 
 class Chunk(NamedTuple):
@@ -212,7 +185,8 @@ class RowsOnDisk:
             if wanted is not None and not _meets(wanted, at, at + keep.stop - keep.start):
                 continue
             arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block))
-            arrays = {name: self._held_as(name, array[keep]) for name, array in arrays.items()}
+            arrays = {name: array[keep] for name, array in arrays.items()}
+            arrays |= {each.name: as_held(arrays[each.name], each) for each in schema.columns}
             keys = np.arange(block.first, block.first + block.count)[keep]
             write_back_into(arrays, keys, written)
             arrays[END] = ends.of(keys, arrays[END])
@@ -246,25 +220,12 @@ class RowsOnDisk:
         def batches() -> Iterator[Batch[Chunk]]:
             for chunk, keys in found:
                 arrays = {name: each.copy() for name, each in chunk.arrays.items()}  # it may be held for a while
-                observed = {name: self._dense(name, arrays[name]) for name in twins}
+                observed = {name: dense(arrays[name], self._column(name)) for name in twins}
                 yield Batch(chunk._replace(arrays=arrays), keys, arrays[BEHIND], observed)
 
         none = np.empty(0, np.int64)
         for chunk, nexts in OwnNextObs(self.nexts, self.fields, self._aside(self.nexts), self.where).filled(batches()):
             yield chunk._replace(arrays={**chunk.arrays, **nexts}, aside=none, nexts=[])
-
-    def _held_as(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Return rows of a column as they are to be written: those that are compressed stay so, if the column is
-        large enough that memory has it so."""
-        if array.dtype != object or self._column(name).nbytes >= LARGE:
-            return array
-        return self._dense(name, array)
-
-    def _dense(self, name: str, array: np.ndarray) -> np.ndarray:
-        if array.dtype != object:
-            return array
-        column = self._column(name)
-        return unpacked(array, column.shape, column.bits)
 
     def _column(self, name: str) -> Column:
         assert self.schema is not None
@@ -380,7 +341,7 @@ def columns_of_block(held: HeldSegments, block: Block, schema: Schema, names: Se
         arrays = decode_block(held.payload(block), schema, block.count, held.where(block))
         found = {name: arrays[name][keep] for name in wanted}
         packed = [each for each in own if found[each.name].dtype == object]
-        return {**found, **{each.name: unpacked(found[each.name], each.shape, each.bits) for each in packed}}
+        return {**found, **{each.name: dense(found[each.name], each) for each in packed}}
     reader = held.reader(block)
     checked = CheckedBlock(reader, block.length, block.sums, wanted, block.count, lambda at: held.damaged(block, at))
     return checked.read(keep, checked.ranges(keep, wanted))

@@ -22,6 +22,7 @@ from pipeline.replay.moving import put_back_by_key, written_of
 from pipeline.replay.pooling import block_of
 from pipeline.replay.shards import ShardOnDisk, pool_on_disk
 from pipeline.replay.state import read_buffer_state
+from pipeline.replay.values import ValuesFile
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, read_blocks
 from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
@@ -29,7 +30,6 @@ from pipeline.tools.kept_rows import (
     EPISODES_FILE,
     KEY_FILE,
     PART_FILE,
-    ValuesFile,
     columns_of_block,
     origins_listed,
     stored_parts,

@@ -13,10 +13,10 @@ from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
 from pipeline.checkpoint.salvage import check_target, salvage
 from pipeline.errors import ConfigError
-from pipeline.replay.salvaging import SavedRows, whole_rows, write_rows
 from pipeline.replay.salvaging_trajectories import SavedTrajectories, whole_trajectories, write_trajectories
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
+from pipeline.tools.salvaging_buffers import SavedRows, salvage_rows
 from pipeline.tools.salvaging_shards import SavedShards, salvage_shards
 from pipeline.tools.target import RUN, Target, find_target
 
@@ -83,9 +83,9 @@ def salvage_run(
     """Write everything that is whole of a damaged run into a new run; the damaged run is only read. Blocks.
 
     Of a run of rollouts, of one process or of ranks: :func:`pipeline.checkpoint.salvage`. Of a buffer of transitions
-    the rows of whole blocks come along, with their priorities, and of a buffer of trajectories those that are whole;
-    they are in memory meanwhile. Of the buffer of several ranks the rows of whole blocks come along, for as many ranks,
-    a bounded part of them in memory.
+    the rows of whole blocks come along, with their priorities, a bounded part of them in memory; so they do of the
+    buffer of several ranks, for as many ranks. Of a buffer of trajectories those come along that are whole; they are in
+    memory meanwhile.
 
     Args:
         directory: the damaged run's.
@@ -129,9 +129,6 @@ def _note_source(found: Target, new: Layout, files: FilesLike) -> None:
     new.write_marker(files, msgspec.structs.replace(run, made_of=ways))
 
 
-_Saved = SavedRows | SavedTrajectories
-
-
 def _of_buffer(
     found: Target, kind: str, target: str, step: int | None, called: str, files: FilesLike, *, rehearse: bool
 ) -> SalvagedBuffer:
@@ -139,19 +136,27 @@ def _of_buffer(
     if kind == SHARDS:
         shards = salvage_shards(layout, target, step=step, called=called, files=files, rehearse=rehearse)
         return _of_shards(shards, called)
-    saved: _Saved = (whole_rows if kind == REPLAY else whole_trajectories)(layout, step=step)
+    if kind == REPLAY:
+        rows = salvage_rows(layout, target, step=step, called=called, files=files, rehearse=rehearse)
+        return SalvagedRows(
+            **_common(rows, called, rows.run_id, rows.origin),
+            rows_kept=rows.kept,
+            rows_lost=rows.missing,
+            episodes_split=rows.split,
+        )
+    saved = whole_trajectories(layout, step=step)
     origin = f"{found.run.run_id}/{saved.chosen.stored.manifest.generation}"
-    run_id = "" if rehearse else _written(saved, target, origin, called, files)
-    return _told(saved, called, run_id, origin)
+    run_id = "" if rehearse else write_trajectories(saved, target, origin=origin, called=called, files=files)
+    return SalvagedTrajectories(
+        **_common(saved, called, run_id, origin),
+        rows_kept=saved.rows_kept,
+        rows_lost=saved.rows_missing,
+        trajectories_kept=saved.kept,
+        trajectories_lost=saved.missing,
+    )
 
 
-def _written(saved: _Saved, target: str, origin: str, called: str, files: FilesLike) -> str:
-    if isinstance(saved, SavedRows):
-        return write_rows(saved, target, origin=origin, called=called, files=files)
-    return write_trajectories(saved, target, origin=origin, called=called, files=files)
-
-
-def _common(saved: _Saved | SavedShards, name: str, run_id: str, origin: str) -> dict[str, Any]:
+def _common(saved: SavedRows | SavedTrajectories | SavedShards, name: str, run_id: str, origin: str) -> dict[str, Any]:
     chosen = saved.chosen
     return {
         "directory": name,
@@ -174,17 +179,4 @@ def _of_shards(saved: SavedShards, name: str) -> SalvagedShards:
         shards=rows,
         shards_lost=saved.lost,
         episodes_split=saved.split,
-    )
-
-
-def _told(saved: _Saved, name: str, run_id: str, origin: str) -> SalvagedRows | SalvagedTrajectories:
-    common = _common(saved, name, run_id, origin)
-    if isinstance(saved, SavedRows):
-        return SalvagedRows(**common, rows_kept=saved.kept, rows_lost=saved.missing, episodes_split=saved.split)
-    return SalvagedTrajectories(
-        **common,
-        rows_kept=saved.rows_kept,
-        rows_lost=saved.rows_missing,
-        trajectories_kept=saved.kept,
-        trajectories_lost=saved.missing,
     )

@@ -68,8 +68,8 @@ class Heap:
     __del__ = close
 
 
-class _Aside:
-    """Next observations of some of the rows of a rank."""
+class AsideRows:
+    """Next observations of some rows."""
 
     def __init__(self, heap: Heap, columns: Sequence[Column]) -> None:
         self._heap, self._columns = heap, columns
@@ -162,7 +162,7 @@ class ScatteredRows:
         self._kind, self._extras = np.dtype(fields), extras
         self._there = np.zeros(rows, bool)
         self._gaps: Gaps | None = None
-        self._heap, self._aside = heap, _Aside(heap, wanted.nexts)
+        self._heap, self._aside = heap, AsideRows(heap, wanted.nexts)
         try:
             self._handle = unnamed(folder)
         except OSError as error:

@@ -23,6 +23,7 @@ from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE, REPLAY, Manifest
 from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import ForebayError
 from pipeline.records import AnyEvent, Closed
+from pipeline.replay.next_obs import KEYS_FILE, file_of
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
@@ -30,7 +31,6 @@ from pipeline.store.layout import Layout, RunFile, SegmentKey, segment_key
 from pipeline.store.segments import Block, SegmentInfo
 from pipeline.store.writer import StoreWriter
 from pipeline.tools.kept_rows import KEY_FILE, PART_FILE, Chunk
-from pipeline.tools.next_obs import KEYS_FILE, file_of
 from pipeline.tools.output import GrowingFile
 
 Ints = np.ndarray

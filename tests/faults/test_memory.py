@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.memory import SIZE
+from tests.support.memory import OF_SALVAGE, SIZE
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
 STEPS, ROLLOUTS = (1000, 100_000) if SOAK else (400, 30_000)
@@ -75,6 +75,16 @@ def test_a_replay_buffer_is_saved_in_pieces_and_resumed_once(run_directory: str,
     assert found["held"] >= SIZE
     assert found["save"] <= 64 + 16
     assert found["load"] <= 1.1 * found["held"]
+
+
+@pytest.mark.parametrize("what", OF_SALVAGE)
+def test_a_replay_buffer_is_salvaged_in_pieces(run_directory: str, what: str) -> None:
+    """256 MiB of small rows, whole and damaged."""
+    found = measure(what, run_directory, 64)
+    assert found["rows whole"] == (SIZE << 20) // 64
+    assert 0 < found["rows hurt"] < found["rows whole"]
+    assert found["whole"] <= 64
+    assert found["hurt"] <= 64
 
 
 def test_calls_of_a_replay_buffer_leave_nothing_behind(run_directory: str) -> None:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipeline import Damaged, ReplayBuffer
+from pipeline.buffer.transitions.blocks import encode_block
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import find_generations
 from pipeline.cli import main
 from pipeline.config import Slices
+from pipeline.store.files import OsFiles
 from pipeline.store.frames import HEADER_BYTES
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, read_blocks
+from pipeline.store.writer import StoreWriter
 from pipeline.tools.salvaging import SalvagedRows, salvage_run
 from tests.support import kept
 from tests.support.disk import tree
+from tests.support.opening import reseal
 from tests.support.replay import ids, probabilities
 from tests.support.salvaging import flip
 
@@ -207,6 +213,51 @@ def test_what_was_written_back_counts_in_the_rows_that_are_kept(
         for number, reward in zip(ids(buffer), buffer.ring.mark("reward", keys).tolist(), strict=True):
             assert number not in gone
             assert reward == (number if (number - COUNT + CAPACITY) % 3 == 0 else 1)
+
+
+def doubled(directory: str, first: int, count: int) -> Block:
+    """Let the newest generation list another block of rows that lie in others already."""
+    layout = Layout(directory)
+    run = layout.read_run()
+    assert run is not None
+    with resumed(Path(directory)) as buffer:
+        blob = bytes(encode_block(buffer.ring, first, count))
+    writer = StoreWriter(layout, OsFiles(), run_tag=run.tag, incarnation=70)
+    place = writer.place(blob, first, 0, 0)
+    writer.write(writer.take())
+    writer.close()
+    more = Block.at(first, count, place)
+    path = Path(find_generations(layout, run.run_id).complete[-1].folder, "blocks.msgpack")
+    listed = sorted([*blocks_of(directory), more], key=lambda block: block.first)
+    path.write_bytes(msgspec.msgpack.encode(listed))
+    reseal(directory)
+    return more
+
+
+def test_rows_that_two_blocks_have_come_along_once_if_either_is_whole(
+    run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(run_directory, monkeypatch)
+    blocks = [block for block in blocks_of(run_directory) if block.first + block.count > COUNT - CAPACITY]
+    first, count = blocks[3].first + 4, blocks[3].count + blocks[4].count - 4
+    second = doubled(run_directory, first, count)
+    for number, damaged in enumerate([[], [second], [blocks[3]], [blocks[3], blocks[4]], [second, blocks[4]]]):
+        run, out = tmp_path / f"run{number}", tmp_path / f"out{number}"
+        shutil.copytree(run_directory, run)
+        for block in damaged:
+            damage(str(run), block)
+        gone = set[int]()
+        if blocks[3] in damaged:
+            gone |= set(range(blocks[3].first, first))
+        if second in damaged and blocks[4] in damaged:
+            gone |= set(range(blocks[4].first, blocks[4].first + blocks[4].count))
+        found = salvaged(str(run), out)
+        assert (found.rows_kept, found.rows_lost) == (CAPACITY - len(gone), len(gone))
+        said = sum(int(loss.lost.split(", ")[1].split()[0]) for loss in found.losses)
+        assert said == (2 * len(gone) if second in damaged and blocks[4] in damaged else len(gone)), "each says it"
+        assert verify(str(out)).whole
+        with resumed(out) as buffer:
+            assert ids(buffer) == [each for each in range(COUNT - CAPACITY, COUNT) if each not in gone]
 
 
 def test_an_order_without_replacement_begins_anew(

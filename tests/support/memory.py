@@ -25,8 +25,10 @@ import torch
 from pipeline import Context, Item, Pipeline, ReplayBuffer, Rollout
 from pipeline.store.files import OsFiles
 from pipeline.testing import VirtualClockLoop
+from pipeline.tools import SalvagedRows, salvage_run
 from tests.support.crashes import Trained, begin, inline_pipeline
 from tests.support.runs import pipeline, task
+from tests.support.salvaging import flip
 
 SIZE = 256  # MiB
 
@@ -157,6 +159,37 @@ def of_transitions(directory: str, row_bytes: int) -> dict[str, float]:
     return found
 
 
+OF_SALVAGE: dict[str, dict[str, Any]] = {
+    "salvage": {},
+    "salvage shared": {"share_next_obs": True},
+    "salvage pool": {"remove": {"by": "lowest_priority"}},
+}
+
+
+def of_a_salvage(directory: str, row_bytes: int, options: dict[str, Any]) -> dict[str, float]:
+    """The growth at the highest while a replay buffer is salvaged of which all is whole, and of which some is not."""
+    found: dict[str, float] = {}
+    count, envs = (SIZE << 20) // row_bytes, 16
+    run, size = Path(directory, "run"), count // 64
+    with ReplayBuffer(count, directory=run, select="prioritized", **options) as buffer:
+        for first in range(0, count, size):
+            numbers = np.arange(first, first + size + envs, dtype=np.int32)
+            obs = np.repeat(numbers[:, None], row_bytes // 4, axis=1)
+            rows: dict[str, Any] = {"obs": obs[:size], "terminated": numbers[:size] // envs % 200 == 199}
+            rows |= {"next_obs": obs[envs:]} if "share_next_obs" in options else {}
+            buffer.extend(rows, envs=envs)
+        buffer.save(1, wait=True)
+    del buffer, rows, obs, numbers
+    for number, what in enumerate(("whole", "hurt")):
+        with growth(found, what):
+            made = salvage_run(run, Path(directory, what))
+        assert isinstance(made, SalvagedRows)
+        found[f"rows {what}"] = made.rows_kept
+        path = sorted((run / "segments").iterdir())[number + 1]
+        flip(path, path.stat().st_size // 2)
+    return found
+
+
 def of_many_calls(count: int) -> dict[str, Any]:
     """What Python has allocated after a tenth of the calls of each verb, and after all."""
     limiter = {"min_size": 1, "ratio": 1.0, "error_buffer": 8.0}
@@ -176,6 +209,8 @@ def of_many_calls(count: int) -> dict[str, Any]:
 def main(what: str, directory: str, count: int) -> dict[str, Any]:
     if what == "transitions":
         return of_transitions(directory, count)
+    if what in OF_SALVAGE:
+        return of_a_salvage(directory, count, OF_SALVAGE[what])
     if what == "calls":
         tracemalloc.start()
         return of_many_calls(count)

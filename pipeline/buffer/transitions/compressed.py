@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import LARGE, Schema
+from pipeline.buffer.transitions.columns import LARGE, Column, Schema
 from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.errors import ConfigError
 
@@ -100,6 +100,17 @@ def unpacked(packed: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     out = np.empty((len(packed), *shape), dtype)
     _unpack(packed, out)
     return out
+
+
+def dense(rows: np.ndarray, column: Column) -> np.ndarray:
+    """Return rows [n, ...] of a column, dense or as they are held, dense."""
+    return unpacked(rows, column.shape, column.bits) if rows.dtype == object else rows
+
+
+def as_held(rows: np.ndarray, column: Column) -> np.ndarray:
+    """Return rows of a column that were read as they are to be written: those that are compressed stay so, if the
+    column is large enough that memory has it so."""
+    return rows if column.nbytes >= LARGE else dense(rows, column)
 
 
 def _total(packed: np.ndarray) -> int:

@@ -21,6 +21,7 @@ from pipeline.config import Fields
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.loading import read_values
 from pipeline.replay.moving import written_of
+from pipeline.replay.next_obs import Batch, OwnNextObs, in_memory
 from pipeline.replay.pooling import block_of
 from pipeline.replay.state import BufferState, Ends, read_buffer_state
 from pipeline.store.layout import Layout
@@ -37,7 +38,6 @@ from pipeline.tools.interchange.streams import (
     Rows,
     Transitions,
 )
-from pipeline.tools.next_obs import Batch, OwnNextObs, in_memory
 
 _MARKS = (EPISODE, PLACE, VERSION, END)
 _PRIORITIES = "selector.priorities"

@@ -37,8 +37,13 @@ class Aside:
         """
         self._keys, self._columns, self._values = keys, columns, values
 
+    def keys(self, first: int, end: int) -> Ints:
+        """Return the keys from ``first`` up to ``end`` whose rows have one."""
+        low, high = np.searchsorted(self._keys, (first, end)).tolist()
+        return self._keys[low:high]
+
     def among(self, first: int, end: int) -> tuple[Ints, list[np.ndarray]]:
-        """Return the keys from ``first`` up to ``end`` whose rows have one, and these [n, ...] by column."""
+        """As :meth:`keys`, with these [n, ...] by column."""
         low, high = np.searchsorted(self._keys, (first, end)).tolist()
         count = high - low
         nexts = []

@@ -1,4 +1,4 @@
-"""Salvaging a buffer of transitions: a new run out of the rows that are whole, with what the selection has of each.
+"""What a salvage of a buffer of transitions must come to, with all rows in memory at once: to be compared with.
 
 Rows lie in blocks, and a block is whole or not. Those that are kept follow each other in the new run: the newest have
 the keys that they had, and others come closer. Where rows between two of an episode are gone, the later part is an
@@ -23,18 +23,14 @@ from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
 from pipeline.config import Fields
 from pipeline.errors import Damaged
-from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import read_values
-from pipeline.replay.salvage_choice import Chosen, choose_generation, commit_salvaged, payload_loss, unfollowed_loss
+from pipeline.replay.salvage_choice import Chosen, choose_generation, payload_loss, unfollowed_loss
 from pipeline.replay.state import BufferState, read_buffer_state
-from pipeline.replay.whole_rows import keeps_selection, moved, of_selection, read_whole, without, written_of
-from pipeline.store.files import FilesLike
+from pipeline.replay.whole_rows import Moved, keeps_selection, of_selection, read_whole, without, written_of
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, read_blocks
 
 Ints = np.ndarray
-_NEEDED = ("select", "limiter", "seed", "fields", "share_next_obs", "remove")
-"""Of the options that were saved, those that the state goes with."""
 
 
 class SavedRows(NamedTuple):
@@ -276,19 +272,19 @@ class SharedNext:
         return found
 
 
-def write_rows(saved: SavedRows, directory: str, *, origin: str, called: str, files: FilesLike | None = None) -> str:
-    """Save what is whole as the first generation of a run in ``directory``, which is absent or empty and will be called
-    ``called``. Returns the new run's id. Blocks.
+def moved(there: Ints, oldest: int, first: int) -> Moved:
+    """Return what has become of keys, where those that are kept follow each other.
 
-    Raises:
-        WriteFailed: it could not be written.
-        Damaged: a file of the trainer's was whole a moment ago.
+    Args:
+        there: which rows are kept, oldest first.
+        oldest: the key that the oldest of all had.
+        first: the key of the oldest that is kept.
     """
-    manifest = saved.chosen.stored.manifest
-    options = {name: value for name, value in manifest.options.items() if name in _NEEDED}
-    packed = [name for name, each in saved.state["rows"].items() if each.dtype == object]
-    if packed:
-        options["compress"] = dict.fromkeys(packed, "zlib")
-    with ReplayBuffer(manifest.options["capacity"], directory=directory, files=files, **options) as buffer:
-        buffer.load_state_dict(saved.state, continue_episodes=True)
-        return commit_salvaged(buffer, saved.chosen, origin=origin, called=called)
+    now = first + np.cumsum(there) - 1
+
+    def of(keys: Ints) -> tuple[Ints, Ints]:
+        inside = (keys >= oldest) & (keys < oldest + len(there))
+        inside[inside] = there[keys[inside] - oldest]
+        return inside, now[keys[inside] - oldest]
+
+    return of

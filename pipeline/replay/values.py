@@ -1,0 +1,177 @@
+"""The arrays that a generation of a buffer holds beside its rows, of which parts are read: they grow with the rows, and
+need not fit into memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Arrays, Column
+from pipeline.buffer.transitions.compressed import packed_row
+from pipeline.checkpoint.generations import Stored
+from pipeline.errors import Damaged
+from pipeline.replay.next_obs import KEYS_FILE, Aside, file_of
+from pipeline.replay.state import VALUES_FOLDER, BufferState
+from pipeline.store.files import plain_handle
+
+Ints = np.ndarray
+AT_ONCE = 1 << 18
+"""Values that are read at a time, where a whole file is gone through."""
+
+
+class ValuesFile:
+    """An array on the disk, of which parts are read."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self._path, self._dtype = path, np.dtype(dtype)
+        self._handle = -1  # until it is opened
+        self._handle = plain_handle(path)
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """Return ``count`` values from ``begin`` on.
+
+        Raises:
+            Damaged: there are fewer.
+        """
+        size = self._dtype.itemsize
+        raw = b""
+        while (left := count * size - len(raw)) and (more := os.pread(self._handle, left, begin * size + len(raw))):
+            raw += more
+        if len(raw) < count * size:
+            raise Damaged(f"{self._path}: ends at value {begin + len(raw) // size}. Restore the file from a copy")
+        return np.frombuffer(raw, self._dtype)
+
+    def __del__(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+
+
+class Values:
+    """The arrays of one generation by the names of their files, which end with a dtype."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._folder = os.path.join(stored.folder, VALUES_FOLDER)
+        prefix = f"{VALUES_FOLDER}/"
+        infos = [info for info in stored.manifest.files if info.path.startswith(prefix)]
+        self._bytes = {info.path.removeprefix(prefix): info.bytes for info in infos}
+
+    @property
+    def names(self) -> list[str]:
+        """What there is."""
+        return list(self._bytes)
+
+    def count(self, name: str) -> int:
+        """Return how many values there are; 0: there is no such array.
+
+        Raises:
+            Damaged: its dtype is none.
+        """
+        try:
+            return self._bytes.get(name, 0) // np.dtype(name.rpartition(".")[2]).itemsize
+        except TypeError:
+            raise Damaged(f"{os.path.join(self._folder, name)}: its dtype is unknown") from None
+
+    def file(self, name: str) -> ValuesFile:
+        """Return an array that is there."""
+        return ValuesFile(os.path.join(self._folder, name), name.rpartition(".")[2])
+
+    def all(self, name: str) -> np.ndarray:
+        """Return the whole of an array; nothing, where there is none."""
+        count = self.count(name)
+        return self.file(name).read(0, count) if count else np.empty(0, name.rpartition(".")[2])
+
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """Yield an array piece by piece."""
+        count = self.count(name)
+        file = self.file(name) if count else None
+        for begin in range(0, count, AT_ONCE):
+            assert file is not None
+            yield file.read(begin, min(AT_ONCE, count - begin))
+
+    def rising(self, name: str) -> str:
+        """Return the name of an array whose values have to rise.
+
+        Raises:
+            Damaged: they do not.
+        """
+        last = np.empty(0, np.int64)
+        for piece in self.pieces(name):
+            joined = np.concatenate([last, piece])
+            if (joined[1:] <= joined[:-1]).any():
+                raise Damaged(f"{os.path.join(self._folder, name)}: the keys in it are in no order")
+            last = piece[-1:]
+        return name
+
+    def aside(self, columns: Sequence[Column]) -> Aside:
+        """Return the next observations that are kept aside, of columns of these; none, if rows do not share them.
+
+        Raises:
+            Damaged: their keys are in no order.
+        """
+        if not columns:
+            return Aside(np.empty(0, np.int64), (), ())
+        keys = self.all(self.rising(KEYS_FILE))
+        names = [file_of(number, column) for number, column in enumerate(columns)]
+        return Aside(keys, columns, [self.reader(name) for name in names])
+
+    def reader(self, name: str) -> Callable[[int, int], np.ndarray]:
+        """Return what reads values of an array from some place on, so many; of one that is not there, or has none,
+        none."""
+        return self.file(name).read if self.count(name) else lambda begin, count: np.empty(0, name.rpartition(".")[2])
+
+
+class WrittenBack:
+    """What was changed in rows of a buffer, the oldest of which go first, after their blocks had been written."""
+
+    def __init__(self, state: BufferState, values: Values) -> None:
+        """Raises:
+        Damaged: the keys of the rows are in no order, or a column is none.
+        """
+        self._columns: list[tuple[Column, int, ValuesFile, ValuesFile]] = []
+        for number, name in enumerate(state.written_columns):
+            keys = values.rising(f"written.{number}.keys.int64")
+            named = [each for each in values.names if each.startswith(f"written.{number}.values.")]
+            known = state.schema is not None and name in state.schema.names
+            if state.schema is None or not known or len(named) != 1 or keys not in values.names:
+                raise Damaged(f"what was written back into column {name} is not there as it is said to be")
+            column = state.schema.column(name)
+            self._columns.append((column, values.count(keys), values.file(keys), values.file(named[0])))
+
+    def into(self, arrays: Arrays, keys: Ints) -> None:
+        """Let it count in rows [n], whose ``keys`` follow each other."""
+        for column, count, of, values in self._columns:
+            low, high = (_found(of, count, int(key)) for key in (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
+            if low < high:
+                items = int(np.prod(column.shape, dtype=np.int64))
+                changed = values.read(low * items, (high - low) * items).view(column.bits)
+                changed = changed.reshape(high - low, *column.shape)
+                write_back_into(arrays, keys, [(column.name, of.read(low, high - low), changed)])
+
+
+def _found(keys: ValuesFile, count: int, key: int) -> int:
+    """Return how many of ``count`` rising keys are below one."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if int(keys.read(middle, 1)[0]) < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def write_back_into(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Ints, Any]]) -> None:
+    """Let values count that were changed after a block had been written; ``keys`` follow each other."""
+    for name, changed, values in written:
+        low, high = np.searchsorted(changed, (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
+        if low < high:
+            array = arrays[name] = arrays[name].copy()
+            places = changed[low:high] - keys[0]
+            if array.dtype != object:
+                array[places] = values[low:high]
+            else:
+                for at, value in zip(places.tolist(), values[low:high], strict=True):
+                    array[at] = packed_row(value)

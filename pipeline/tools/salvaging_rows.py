@@ -1,0 +1,376 @@
+"""Salvaging a buffer of transitions of one process: a new run out of the rows that are whole, with what the selection
+has of each. Blocks are read one at a time, and twice: first to see which are whole, then to write their rows.
+
+Rows lie in blocks, and a block is whole or not. Those that are kept follow each other in the new run: the newest have
+the keys that they had, and others come closer. Where rows between two of an episode are gone, the later part is an
+episode of its own that begins there, and the earlier one was left where it is; no sequence, return or stack of frames
+reaches over the gap. If none is gone, blocks are copied as they lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeline.buffer.transitions.columns import Arrays, Column
+from pipeline.buffer.transitions.compressed import as_held, dense
+from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, OPEN, PLACE
+from pipeline.buffer.transitions.sharing import twins_of
+from pipeline.checkpoint.losses import Loss
+from pipeline.checkpoint.manifest import BLOCKS_FILE
+from pipeline.config import Fields
+from pipeline.errors import Damaged
+from pipeline.replay.next_obs import Aside
+from pipeline.replay.salvage_choice import Chosen, payload_loss, unfollowed_loss
+from pipeline.replay.state import BufferState, Ends
+from pipeline.replay.values import Values, ValuesFile, WrittenBack
+from pipeline.replay.whole_rows import keeps_selection
+from pipeline.store.layout import Layout
+from pipeline.store.segments import Block, needed_blocks, read_blocks
+from pipeline.tools.output import GrowingFile
+from pipeline.tools.parts_of_episodes import TAIL, Marks, PartsOfEpisodes
+from pipeline.tools.salvaged_run import Content, DamagedBlocks, Looked, Packing, SalvagedRun
+from pipeline.tools.scattered import AsideRows, Heap
+from pipeline.tools.writing import AsideWriter, BlockWriter
+
+Ints = np.ndarray
+_LISTED = "episodes.number.int64"
+
+
+class _Rows(NamedTuple):
+    """Rows [n] of a block that no block before it has, in the order of their keys.
+
+    Attributes:
+        keys: of each.
+        arrays: columns and marks.
+        marks: what tells which of them follow each other.
+    """
+
+    keys: Ints
+    arrays: Arrays
+    marks: Marks
+
+    def at(self, chosen: np.ndarray) -> _Rows:
+        """Return some of them."""
+        if chosen.all():
+            return self
+        arrays = {name: each[chosen] for name, each in self.arrays.items()}
+        return _Rows(self.keys[chosen], arrays, Marks(*(each[chosen] for each in self.marks)))
+
+
+class Covered:
+    """Which keys some blocks cover, as these come by rising first keys."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        """Args:
+        begin, end: no other keys count.
+        """
+        self._upto, self._end = begin, end
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, block: Block) -> tuple[int, int]:
+        """Take one in; return from which key on, and up to which, it has what none before it has."""
+        begin, end = max(block.first, self._upto), min(block.first + block.count, self._end)
+        if begin < end:
+            self._ranges.append((begin, end))
+            self._upto = end
+        return begin, max(begin, end)
+
+    def absent(self, begin: int, end: int) -> int:
+        """Return how many keys from ``begin`` up to ``end`` none covers."""
+        ranges = np.array(self._ranges, np.int64).reshape(-1, 2)
+        edges = np.clip(ranges, begin, end)
+        return end - begin - int((edges[:, 1] - edges[:, 0]).sum())
+
+
+class RowsInOrder:
+    """The rows of one generation, of which the oldest go first."""
+
+    def __init__(self, layout: Layout, chosen: Chosen, state: BufferState, unknown: dict[str, Any]) -> None:
+        self._layout, self._chosen, self._state, self._unknown = layout, chosen, state, unknown
+        stored = chosen.stored
+        self._oldest = state.added - state.size
+        self._values = Values(stored)
+        listed = read_blocks(os.path.join(stored.folder, BLOCKS_FILE)) if state.columns else []
+        needed = needed_blocks(listed, self._oldest) if state.size else []
+        self._blocks = [block for block in needed if block.first < state.added]
+        self._columns = {each.name: each for each in state.columns or ()}
+        self._nexts = state.next_obs_columns or [] if state.size else []
+        self._twins = twins_of(self._nexts, Fields.of(stored.manifest.options.get("fields")))
+        self._aside = self._values.aside(self._nexts)
+        self._ends = Ends(state)
+        self._listed = self._coming_back() if state.dropped else None
+        self._packing = Packing(state.schema)
+        self._whole: list[Block] = []
+        self._kept = self._episodes = 0
+        self._tails = np.empty(0, TAIL)  # rows that are whole and do not come along: they are without successor
+        self._unfollowed = np.empty(0, np.int64)
+
+    @property
+    def _gone(self) -> bool:
+        return self._kept < self._state.size or bool(self._state.dropped)
+
+    def _coming_back(self) -> Ints:
+        """Return the episodes whose rows a save has not dropped."""
+        if _LISTED not in self._values.names:
+            self._state.coming_back({}, np.empty(0, np.int64))  # says what is wrong
+        return np.unique(self._values.all(_LISTED))
+
+    def look(self) -> Looked:
+        """See what is whole. Blocks, and changes nothing."""
+        state, damaged = self._state, list[tuple[Block, Damaged]]()
+        covered, parts = Covered(self._oldest, state.added), PartsOfEpisodes(sharing=bool(self._nexts))
+        closed: list[np.ndarray] = []
+        for block, found in self._each():
+            if isinstance(found, Damaged):
+                damaged.append((block, found))
+                continue
+            self._whole.append(block)
+            self._packing.note(found.arrays)
+            rows = self._rows(block, found.arrays, *covered.add(block))
+            self._kept += len(rows.keys)
+            closed.append(self._without_successor(parts.follow(rows.marks).closed))
+        closed.append(self._without_successor(parts.finish()))
+        self._tails = np.concatenate(closed)
+        self._unfollowed = np.sort(self._tails["key"])
+        self._kept -= len(self._unfollowed)
+        self._episodes = parts.episodes
+        losses = [self._loss(block, error, covered) for block, error in damaged]
+        losses += unfollowed_loss(self._layout, self._chosen.stored, len(self._unfollowed))
+        missing = state.held - self._kept
+        if self._gone and not keeps_selection(state) and missing > 0:  # a resume forgets it where rows were dropped
+            losses.append(selection_loss(self._layout, self._chosen, state))
+        split = parts.parts - parts.episodes if self._gone else 0
+        return Looked(self._kept, missing, split, losses)
+
+    def _each(self) -> Iterator[tuple[Block, Content | Damaged]]:
+        if self._state.schema is None:
+            return iter(())
+        return DamagedBlocks(self._layout, self._chosen.run_tag, self._state.schema).each(self._blocks)
+
+    def _whole_ones(self, blocks: Sequence[Block]) -> Iterator[tuple[Block, Content]]:
+        if self._state.schema is None:
+            return iter(())
+        return DamagedBlocks(self._layout, self._chosen.run_tag, self._state.schema).whole(blocks)
+
+    def _without_successor(self, closed: np.ndarray) -> np.ndarray:
+        """Return which of the newest rows of parts do not come along: the next observation of each lies in a row that
+        is gone."""
+        return closed[~closed["aside"]] if self._nexts else closed[:0]
+
+    def _rows(self, block: Block, arrays: Arrays, begin: int, end: int) -> _Rows:
+        """Return the rows of a block from one key up to another, but for those that a save has dropped."""
+        part = slice(begin - block.first, end - block.first)
+        arrays = {name: each[part] for name, each in arrays.items()}
+        keys = np.arange(begin, end)
+        aside = np.zeros(len(keys), bool)
+        aside[self._aside.keys(begin, end) - begin] = True
+        ended = self._ends.of(keys, arrays[END]) != OPEN
+        marks = Marks(keys, arrays[EPISODE], arrays[BEHIND], arrays[PLACE], ended, aside, keys)
+        rows = _Rows(keys, arrays, marks)
+        if self._listed is None:
+            return rows
+        at = np.minimum(np.searchsorted(self._listed, arrays[EPISODE]), len(self._listed) - 1)
+        listed = self._listed[at] == arrays[EPISODE] if len(self._listed) else np.zeros(len(keys), bool)
+        return rows.at(listed)
+
+    def _loss(self, block: Block, error: Damaged, covered: Covered) -> Loss:
+        begin, end = max(self._oldest, block.first), min(self._state.added, block.first + block.count)
+        what = f"rows {begin} to {end - 1}, {covered.absent(begin, end)} of which are in no other block"
+        return payload_loss(self._layout, block, error, what)
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def write(self, run: SalvagedRun) -> str:
+        """Write them, once they were looked at, and return the id of the new run. Blocks."""
+        if self._gone:
+            return self._write_anew(run)
+        run.keep_values()
+        return run.finish(self._state, self._unknown, run.copy(self._whole_ones(self._whole), self._packing))
+
+    def _write_anew(self, run: SalvagedRun) -> str:
+        with contextlib.ExitStack() as stack:
+            heap = Heap(run.layout.directory)
+            stack.callback(heap.close)
+            writer = _Writer(run, self._state, self._values, self._kept, self._episodes)
+            stack.callback(writer.close)
+            kept_aside: list[Aside | AsideRows] = [self._aside, self._fetched(heap)]
+            written = WrittenBack(self._state, self._values)
+            covered = Covered(self._oldest, self._state.added)
+            for block, content in self._whole_ones(self._whole):
+                rows = self._rows(block, content.arrays, *covered.add(block))
+                self._change(rows, written)
+                rows = rows.at(~_among(rows.keys, self._unfollowed))
+                if len(rows.keys):
+                    writer.add(rows._replace(arrays=self._packing.packed(rows.arrays)), kept_aside)
+            state = writer.finish()
+        return run.finish(state, self._unknown, writer.blocks)
+
+    def _change(self, rows: _Rows, written: WrittenBack) -> None:
+        """Make rows as they are now."""
+        arrays = rows.arrays
+        for name, column in self._columns.items():
+            arrays[name] = as_held(arrays[name], column)
+        if len(rows.keys):
+            written.into(arrays, rows.keys)
+        arrays[END] = self._ends.of(rows.keys, arrays[END])
+
+    def _fetched(self, heap: Heap) -> AsideRows:
+        """Return the next observations of rows whose successors do not come along, but are whole."""
+        found = AsideRows(heap, self._nexts)
+        wanted = self._tails[(self._tails["before"] >= 0) & ~self._tails["before_aside"]]
+        wanted = wanted[np.argsort(wanted["key"])]
+        keys = wanted["key"]
+        covered = Covered(self._oldest, self._state.added)
+        ranges = [(block, *covered.add(block)) for block in self._whole] if len(keys) else []
+        having = {
+            block.first: (low, high)
+            for block, begin, end in ranges
+            for low, high in [np.searchsorted(keys, (begin, end)).tolist()]
+            if low < high
+        }
+        for block, content in self._whole_ones([block for block in self._whole if block.first in having]):
+            own = slice(*having[block.first])
+            rows = keys[own] - block.first
+            observed = [dense(content.arrays[twin][rows], self._columns[twin]) for twin in self._twins.values()]
+            found.put(wanted["before"][own], observed)
+        return found
+
+
+def _among(keys: Ints, some: Ints) -> Any:
+    """Return which of some rising keys [n] are among others that rise: [n] bool."""
+    low, high = np.searchsorted(some, (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
+    found = np.zeros(len(keys), bool)
+    at = np.minimum(np.searchsorted(keys, some[low:high]), max(0, len(keys) - 1))
+    found[at[keys[at] == some[low:high]]] = True
+    return found
+
+
+def selection_loss(layout: Layout, chosen: Chosen, state: BufferState) -> Loss:
+    """Return what is lost of a selection that has an order of rows, if some of these are gone."""
+    what = f"how far its order was: the selection, {state.selection}, begins anew"
+    where = os.path.relpath(chosen.stored.folder, layout.directory)
+    return Loss(path=where, what="it is of rows that are gone", lost=what)
+
+
+class _Noted:
+    """Rows of which the state says something by their keys: what these are now, of those that come along."""
+
+    def __init__(self, state: BufferState) -> None:
+        self.going = {key: env for env, key, _, _ in state.open_episodes}
+        self._keys = np.unique(np.array([*self.going, *state.cut_keys, *state.truncated_keys], np.int64))
+        self._now: dict[int, tuple[int, int, int]] = {}
+
+    def note(self, keys: Ints, now: Ints, episode: Ints, place: Ints) -> None:
+        """Take in what rows have now: keys, and the number and place in their episodes."""
+        low, high = np.searchsorted(self._keys, (keys[0], keys[-1] + 1))
+        wanted = self._keys[low:high]
+        at = np.searchsorted(keys, wanted)
+        there = keys[at] == wanted
+        for key, row in zip(wanted[there].tolist(), at[there].tolist(), strict=True):
+            self._now[key] = (int(now[row]), int(episode[row]), int(place[row]))
+
+    def keys_now(self, keys: Sequence[int]) -> list[int]:
+        """Return what some keys are now, of those that come along."""
+        return [self._now[key][0] for key in keys if key in self._now]
+
+    def open_now(self) -> list[list[int]]:
+        """Return the open episodes whose newest rows come along."""
+        return [[env, *self._now[key]] for key, env in self.going.items() if key in self._now]
+
+
+class _Writer:
+    """Writes rows of which others are gone."""
+
+    def __init__(self, run: SalvagedRun, state: BufferState, values: Values, kept: int, episodes: int) -> None:
+        """Args:
+        run: where they go.
+        state, values: of the damaged buffer.
+        kept: how many rows will come.
+        episodes: how many episodes these are of.
+        """
+        self._state, self._kept = state, kept
+        self._next = self._first = state.added - kept
+        self._base = max(0, state.next_episode - episodes)
+        self._begun = 0
+        self._parts, self._noted = PartsOfEpisodes(), _Noted(state)
+        self._going = np.array(sorted(self._noted.going), np.int64)
+        self._left: list[Ints] = []  # keys of rows with which an episode was left where it is
+        schema = state.schema
+        self._blocks = None if schema is None else BlockWriter(run.segments, schema, self._first)
+        nexts: Sequence[Column] = state.next_obs_columns or ()
+        self._extras: list[tuple[ValuesFile, GrowingFile]] = []
+        for name in values.names if keeps_selection(state) else ():
+            if name.startswith("selector.") and values.count(name) == state.size:
+                self._extras.append((values.file(name), run.values(name)))
+            elif name.startswith("selector."):
+                run.keep(f"values/{name}")
+        self._aside = AsideWriter(run.files, run.generation, "values/", nexts)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Where rows lie, once all were written."""
+        return [] if self._blocks is None else self._blocks.blocks
+
+    def add(self, rows: _Rows, aside: Sequence[Aside | AsideRows]) -> None:
+        """Write rows; ``aside``: where next observations are kept aside, by the keys that rows had."""
+        assert self._blocks is not None
+        now = np.arange(self._next, self._next + len(rows.keys))
+        self._next += len(rows.keys)
+        found = self._parts.follow(rows.marks._replace(now=now))
+        self._leave(found.closed)
+        episode = self._base + found.part
+        self._noted.note(rows.keys, now, episode, found.place)
+        self._blocks.add({**rows.arrays, EPISODE: episode, PLACE: found.place, BEHIND: found.behind})
+        begin, end = int(rows.keys[0]), int(rows.keys[-1]) + 1
+        oldest = self._state.added - self._state.size
+        for values, file in self._extras:
+            file.write(values.read(begin - oldest, end - begin)[rows.keys - begin].tobytes())
+        if self._state.next_obs_columns:
+            self._add_aside(rows.keys, now, [each.among(begin, end) for each in aside])
+
+    def _add_aside(self, keys: Ints, now: Ints, found: Sequence[tuple[Ints, list[np.ndarray]]]) -> None:
+        having = [each for each in found if len(each[0])]
+        if not having:
+            return
+        own = np.concatenate([each for each, _ in having])
+        nexts = [np.concatenate(each) for each in zip(*(each for _, each in having), strict=True)]
+        at = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
+        order = np.argsort(own)
+        order = order[keys[at[order]] == own[order]]  # others do not come along
+        self._aside.add(now[at[order]], [each[order] for each in nexts])
+
+    def _leave(self, closed: np.ndarray) -> None:
+        left = closed[~closed["ended"] & ~np.isin(closed["key"], self._going)]
+        self._left.append(left["now"])
+
+    def finish(self) -> BufferState:
+        """Write the rest, and return the state that goes with the rows."""
+        self._leave(self._parts.finish())
+        if self._blocks is not None:
+            self._blocks.flush()
+        self._aside.finish()
+        state, noted = self._state, self._noted
+        keeps = keeps_selection(state)
+        left = np.concatenate(self._left).tolist()
+        return msgspec.structs.replace(
+            state,
+            size=self._kept,
+            dropped={},
+            next_episode=max(state.next_episode, self._base + self._parts.parts),
+            open_episodes=noted.open_now(),
+            cut_keys=sorted({*left, *noted.keys_now(state.cut_keys)}),
+            truncated_keys=noted.keys_now(state.truncated_keys),
+            written_columns=[],
+            selection=state.selection if keeps else "",
+            selector=state.selector if keeps else {},
+        )
+
+    def close(self) -> None:
+        """Give files back, if it was not finished."""
+        self._aside.close()
