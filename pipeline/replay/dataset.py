@@ -126,7 +126,17 @@ class ReplayDataset(IterableDataset[Any]):
         return {"ahead": [batch.state() for batch, _ in self._ahead], "ended": self._ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
-        batches = [TransitionBatch.restored(each, self.buffer.options.returns) for each in state["ahead"]]
+        """Take back what :meth:`state_dict` gave.
+
+        Raises:
+            ConfigError: it is no such state. Nothing was changed.
+        """
+        try:
+            batches = [TransitionBatch.restored(each, self.buffer.options.returns) for each in state["ahead"]]
+            ended = state["ended"]
+            if ended not in (True, False):
+                raise ValueError(f"ended is {ended!r}; True or False is needed")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"state: no state of a dataset ({error!r})", option="state") from None
         self._ahead = deque((batch, self._placed(batch)) for batch in batches)
-        self._ended = bool(state["ended"])
+        self._ended = bool(ended)

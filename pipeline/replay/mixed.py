@@ -281,7 +281,7 @@ class MixedReplay:
             rng = np.random.Generator(np.random.PCG64(0))
             set_generator(rng, state["generator"])
             batches = whole("batches", state["batches"], 0, 2**63 - 1)
-            drawn = {name: int(state["drawn"].get(name, 0)) for name in self._buffers}
+            drawn = {name: whole("drawn", state["drawn"].get(name, 0), 0, 2**63 - 1) for name in self._buffers}
             parts = {name: self._buffers[name].sampling_parts(saved[name]) for name in saved}
         except ForebayError:
             raise

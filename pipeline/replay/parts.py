@@ -139,6 +139,10 @@ def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Ma
     if state.limiter:
         parts.counts.load(state.limiter)
     same = state.selection == tag_of(options)
+    of_rows = {name: each for name, each in _of_part(plain, "selector").items() if name != "order"}
+    for name, each in of_rows.items() if same else ():
+        if len(each) != state.size:
+            raise ValueError(f"selector.{name} has {len(each)} values, of {state.size} rows")
     parts.drawer.load(state.selector if same else {}, _of_part(plain, "selector") if same else {})
     parts.stepping.load(state.awaiting_reset)
     parts.ring.processes = state.processes

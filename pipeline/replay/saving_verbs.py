@@ -19,7 +19,8 @@ from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, sel
 from pipeline.replay.pooling import fill_pool
 from pipeline.replay.rooms import OwnRoom, Room
 from pipeline.replay.saving import Loading, ReplayResumed, Saver
-from pipeline.replay.state import BufferState
+from pipeline.replay.state import STATE_VERSION, BufferState, check_version, checked
+from pipeline.replay.state_rows import check_rows
 
 
 class SavingVerbs(FolderVerbs):
@@ -168,6 +169,7 @@ class SavingVerbs(FolderVerbs):
 
         Raises:
             ConfigError: it is no such state. Nothing was changed.
+            NewerFormat: it is that of a newer version.
             UsageError: next observations were stored in another way, or a save with a directory has begun.
         """
         self._not_fed("load_state_dict")
@@ -187,17 +189,20 @@ class SavingVerbs(FolderVerbs):
 
     def _restored(self, given: Mapping[str, Any], room: Room) -> tuple[Parts, int]:
         try:
-            state = msgspec.convert(given["state"], BufferState)
+            check_version(given["state"], STATE_VERSION, "state")
+            state = checked(msgspec.convert(given["state"], BufferState))
             check_sharing(state, self.options, "the state")
             check_kind(state, self.ring, "the state")
+            rows = dict(given["rows"])
+            check_rows(state, rows, scattered=self.ring.scattered)
             ring = (self.ring if room is self._room else room.ring()).like(state.schema)
             if isinstance(ring, Pool):
-                fill_pool(ring, state, given["values"], dict(given["rows"]))
+                fill_pool(ring, state, given["values"], rows)
             else:
                 ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
                 ring.episodes.load(state.open_episodes, state.next_episode)
                 if state.schema is not None:
-                    take_back(ring, state.added - state.size, state.size, dict(given["rows"]))
+                    take_back(ring, state.added - state.size, state.size, rows)
                     ring.relink()
             parts = self._parts(ring, room)
             restore(parts, self.options, state, given["values"])
@@ -226,7 +231,7 @@ class SavingVerbs(FolderVerbs):
         not_shared(self.options.storage, "sampling_parts", "resume() it with a directory= of its own, not read_only")
         with self.gate.lock:
             self._usable()
-            state = msgspec.convert(given["state"], BufferState)
+            state = checked(msgspec.convert(given["state"], BufferState))
             held = state_of(self._own, self.options, 0)
             for name in ("columns", "capacity", "added", "size", "remove", "selection"):
                 now, then = getattr(held, name), getattr(state, name)

@@ -10,8 +10,11 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.given import MOST, distinct, each_whole, whole
 from pipeline.buffer.transitions.layout import CUT, TRUNCATED
-from pipeline.errors import Damaged, NewerFormat
+from pipeline.config.replay import MOST_ROWS
+from pipeline.errors import ConfigError, Damaged, NewerFormat
+from pipeline.replay.arguments import MOST_ENVS
 from pipeline.store.files import open_plain
 
 STATE_VERSION = 1
@@ -114,7 +117,7 @@ def decode_state(raw: bytes, where: str) -> tuple[BufferState, dict[str, Any]]:
         NewerFormat: it was written by a newer version.
         Damaged: it is no such state.
     """
-    return decode_fields(raw, where, BufferState, STATE_VERSION, _check)
+    return decode_fields(raw, where, BufferState, STATE_VERSION, checked)
 
 
 def read_buffer_state(folder: str) -> tuple[BufferState, dict[str, Any]]:
@@ -135,12 +138,7 @@ def decode_fields(
     """
     try:
         fields = msgspec.json.decode(raw)
-        version = fields.get("format_version", 0)
-        if version > newest:
-            raise NewerFormat(
-                f"{where}: the buffer's state has format {version}; this version reads up to {newest}. "
-                "Install a newer forebay."
-            )
+        check_version(fields, newest, where)
         state = msgspec.convert(fields, kind)
         check(state)
     except (msgspec.MsgspecError, AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -149,16 +147,70 @@ def decode_fields(
     return state, {name: value for name, value in fields.items() if name not in known}
 
 
-def _check(state: BufferState) -> None:
-    if not (0 <= state.size <= state.added and state.size <= max(state.capacity, 0)):
+def check_version(fields: Mapping[str, Any], newest: int, where: str) -> None:
+    """Refuse a state of a newer version.
+
+    Raises:
+        NewerFormat: it is one.
+    """
+    version = fields.get("format_version", 0)
+    if version > newest:
+        raise NewerFormat(
+            f"{where}: the buffer's state has format {version}; this version reads up to {newest}. "
+            "Install a newer forebay."
+        )
+
+
+def checked(state: BufferState) -> BufferState:
+    """Return a state whose parts fit together.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not (0 <= state.size <= state.added < MOST and state.size <= max(state.capacity, 0)):
         raise ValueError(f"{state.size} rows of {state.added} that were added to {state.capacity} places")
-    for open_episode in state.open_episodes:
-        if len(open_episode) != 4 or not 0 <= open_episode[0] < 1 << 20:
-            raise ValueError(f"an open episode is said to be {open_episode}")
-    if state.columns is not None:
-        for column in state.columns:
-            if column.nbytes < 0 or min(column.shape, default=0) < 0:
-                raise ValueError(f"a column is said to be {column}")
+    if min(state.dropped.values(), default=0) < 0 or state.held < 0:
+        raise ValueError(f"of {state.size} rows {state.dropped} are said to have been dropped")
+    for name in ("next_episode", "stale_updates", "processes"):
+        whole(name, getattr(state, name), 0, MOST)
+    _check_pool(state)
+    end = state.added if state.remove == "fifo" else state.pool[1]
+    for name in ("cut_keys", "truncated_keys"):
+        each_whole(name, getattr(state, name), 0, end - 1)
+    each_whole("awaiting_reset", state.awaiting_reset, 0, MOST_ENVS - 1)
+    _check_open(state)
+    for column in state.columns or ():
+        if column.nbytes < 0 or min(column.shape, default=0) < 0:
+            raise ValueError(f"a column is said to be {column}")
+    try:
+        _ = state.schema
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return state
+
+
+def _check_pool(state: BufferState) -> None:
+    """Refuse numbers of rows in any order that cannot be."""
+    if state.remove == "fifo" and not state.pool:
+        return
+    if len(state.pool) != 4:
+        raise ValueError(f"rows in any order are said to have the numbers {state.pool}")
+    for name, number in zip(("floor", "end", "not_kept", "next_at"), state.pool, strict=True):
+        whole(f"pool.{name}", number, 0, MOST)
+
+
+def _check_open(state: BufferState) -> None:
+    """Refuse open episodes that cannot be."""
+    for given in state.open_episodes:
+        if len(given) != 4 or not 0 <= given[0] < MOST_ENVS:
+            raise ValueError(f"an open episode is said to be {given}")
+        _, key, number, place = given
+        if not (0 <= key < state.added and 0 <= number < state.next_episode and 0 <= place < MOST_ROWS):
+            raise ValueError(
+                f"an open episode is said to be {given}, of {state.added} rows and {state.next_episode} episodes"
+            )
+    for at, name in ((0, "environments"), (2, "numbers")):
+        distinct(f"{name} of open episodes", np.array([given[at] for given in state.open_episodes], np.int64))
 
 
 def generator_state(rng: np.random.Generator) -> dict[str, Any]:
@@ -179,9 +231,15 @@ def set_generator(rng: np.random.Generator, state: dict[str, Any]) -> None:
     Raises:
         ValueError, LookupError, TypeError: it is no such state.
     """
+    words = {name: int(state[name], 16) for name in ("state", "inc")}
+    for name, word in words.items():
+        if not 0 <= word < 2**128:
+            raise ValueError(f"generator: {name} is no number of 128 bits")
+    if not words["inc"] % 2:
+        raise ValueError("generator: inc is even, with which it would not run through all numbers")
     rng.bit_generator.state = {
         "bit_generator": state["name"],
-        "state": {"state": int(state["state"], 16), "inc": int(state["inc"], 16)},
-        "has_uint32": state["has_uint32"],
-        "uinteger": state["uinteger"],
+        "state": words,
+        "has_uint32": whole("has_uint32", state["has_uint32"], 0, 1),
+        "uinteger": whole("uinteger", state["uinteger"], 0, 2**32 - 1),
     }

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.given import wholes
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.flattening import TrajectoryInfo
 from pipeline.replay.shelf import ENVS, LENGTH, STEPS, WEIGHTS, Shelf
@@ -82,16 +83,19 @@ def from_values(state: TrajectoryState, values: dict[str, np.ndarray]) -> list[T
     """Return what is known of the trajectories of a state, oldest first.
 
     Raises:
-        Damaged, LookupError: they do not fit together.
+        Damaged, LookupError, ValueError: they do not fit together.
     """
     columns = [values[f"{name}.int64"] for name in _TABLE]
     if any(len(each) != state.size for each in columns):
         raise Damaged(f"of {state.size} trajectories, {[len(each) for each in columns]} are known")
+    for name, each in zip(_TABLE, columns, strict=True):
+        wholes(name, each, -(2**63), 2**63 - 1)
     steps, envs, lengths, points = columns
     if state.size and (min(steps.min(), envs.min()) < 1 or points.min() < 0 or max(steps.max(), envs.max()) >= 2**31):
         raise Damaged("a trajectory is said to have no steps, or more than there can be, or unknown weights")
-    if int((steps * envs).sum()) != state.total_samples:
-        raise Damaged(f"{state.total_samples} rows are said to be there, and trajectories have {(steps * envs).sum()}")
+    rows = sum((steps * envs).tolist())  # of 64 bits the sum might be anything
+    if rows != state.total_samples:
+        raise Damaged(f"{state.total_samples} rows are said to be there, and trajectories have {rows}")
     first = state.trajectory_counter - state.size
     lists = zip(steps.tolist(), envs.tolist(), lengths.tolist(), points.tolist(), strict=True)
     return [

@@ -11,17 +11,17 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Arrays
 from pipeline.config import TrajectoryOptions
 from pipeline.distributed import Ranks
-from pipeline.errors import ClosedError, ConfigError, ForebayError, UsageError
+from pipeline.errors import ClosedError, ConfigError, ForebayError, NewerFormat, UsageError
 from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.replay.saving import Loading, ReplayResumed
 from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.shelf import Shelf
 from pipeline.replay.shelving import Shelving
-from pipeline.replay.state import set_generator
+from pipeline.replay.state import check_version, set_generator
 from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.replay.trajectory_loading import Verify, shelf_of
 from pipeline.replay.trajectory_saving import TrajectoryParts, TrajectorySaver
-from pipeline.replay.trajectory_state import TrajectoryState, checked, to_values
+from pipeline.replay.trajectory_state import STATE_VERSION, TrajectoryState, checked, to_values
 
 
 class TrajectoryVerbs(FolderVerbs):
@@ -134,6 +134,7 @@ class TrajectoryVerbs(FolderVerbs):
 
         Raises:
             ConfigError: it is no such state, or its rows do not fit into memory. Nothing was changed.
+            NewerFormat: it is that of a newer version.
             UsageError: a save with a directory has begun, or trajectories were added to one.
         """
         with self.gate.lock:
@@ -142,11 +143,12 @@ class TrajectoryVerbs(FolderVerbs):
             parts = self._parts()
             room, memory = self._own.room(self.options), self._saver.store is None
             try:
+                check_version(state["state"], STATE_VERSION, "state")
                 given = checked(msgspec.convert(state["state"], TrajectoryState))
                 if given.generator:  # of a run that a tool made there is none: its stream begins with the seed
                     set_generator(parts.rng, given.generator)
                 parts.shelf = shelf_of(given, dict(state["values"]), dict(state["rows"]), room, memory)
-            except ConfigError:
+            except (ConfigError, NewerFormat):
                 raise
             except (ForebayError, msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise ConfigError(f"state: no state of a buffer of trajectories ({error!r})", option="state") from None

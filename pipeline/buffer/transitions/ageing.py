@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
+from pipeline.buffer.transitions.given import MOST, whole
 from pipeline.buffer.transitions.layout import VERSION
 from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.buffer.transitions.ring import Ring
@@ -76,7 +77,10 @@ class AgeingDrawer(Drawer):
         return {"reference": self._reference}
 
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self._tree, self._reference = self._new_tree(self.ring.capacity), int(state.get("reference", 0))
+        self._tree, self._reference = (
+            self._new_tree(self.ring.capacity),
+            whole("reference", state.get("reference", 0), 0, MOST),
+        )
         self._tree.empty()
         self._place_all()
 

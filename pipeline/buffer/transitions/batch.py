@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.given import MOST, masses, whole, wholes
 from pipeline.buffer.transitions.layout import EPISODE, MARKS, PLACE, VERSION, RowLayout
 from pipeline.errors import ConfigError
 
@@ -169,9 +170,14 @@ class TransitionBatch:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], kind: Kind) -> TransitionBatch:
-        """Return the batch whose state this is."""
+        """Return the batch whose state this is.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError: it is no such state.
+        """
         schema = Schema(tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in state["columns"]))
         marks = state["marks"]
+        _check_state(state, schema)
         records = np.empty(marks[EPISODE].shape, MARKS)
         for name in MARKS.names or ():
             records[name] = marks[name]
@@ -197,6 +203,28 @@ class TransitionBatch:
 
 
 _PARTS = ("keys", "_weights", "_mask", "_discount", "steps", "relabelled")
+
+
+def _check_state(state: Mapping[str, Any], schema: Schema) -> None:
+    """Refuse a state of which parts do not fit together."""
+    count, marks = len(wholes("keys", state["keys"], 0, MOST)), state["marks"]
+    shape = marks[EPISODE].shape
+    if shape[:1] != (count,) or any(marks[name].shape != shape for name in MARKS.names or ()):
+        raise ValueError(f"marks of {list(shape)} rows, where {count} keys are")
+    for name, array in state["arrays"].items():
+        column = schema.column(name)
+        if array.dtype != column.bits or array.shape[:1] != (count,):
+            raise ValueError(f"column {column}: {array.dtype}{list(array.shape)}; {count} rows of it are needed")
+    if state.get("_weights") is not None:
+        masses("weights", state["_weights"], count=count)
+    if state.get("steps") is not None:
+        wholes("steps", state["steps"], 1, MOST, count=count)
+    for name, kind, needed in (("_mask", "b", shape), ("_discount", "f", (count,)), ("relabelled", "b", (count,))):
+        part = state.get(name)
+        if part is not None and (part.dtype.kind != kind or part.shape != needed):
+            raise ValueError(f"{name.strip('_')}: {part.dtype}{list(part.shape)} where {list(needed)} is needed")
+    for name in ("burn_in", "bootstrap"):
+        whole(name, state[name], 0, MOST)
 
 
 def _pinned(array: np.ndarray) -> np.ndarray:

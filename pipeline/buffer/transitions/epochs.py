@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Ints, Starts
+from pipeline.buffer.transitions.given import MOST, distinct, whole, wholes
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.uses import Uses
 from pipeline.config import WithoutReplacement
@@ -148,16 +149,20 @@ class EpochDrawer(Drawer):
             self._uses.load(arrays.get("used"))
         if not state:
             return
-        self.epoch, self.cursor, self.skipped = state["epoch"], state["cursor"], state["skipped"]
-        self._base = state["base"]
-        self._seed = state.get("seed", self._seed)  # the order follows from it, as all that is drawn after a resume
+        self.epoch = whole("epoch", state["epoch"], -1, MOST)
+        # The order follows from it, as all that is drawn after a resume.
+        self._seed = whole("seed", state.get("seed", self._seed), 0, MOST)
+        self.skipped, self._base = whole("skipped", state["skipped"], 0, MOST), whole("base", state["base"], 0, MOST)
         if "order" in arrays:
-            self._order = arrays["order"]
+            self._order = distinct("order", wholes("order", arrays["order"], 0, self.ring.keys_end - 1 - self._base))
+            self.cursor = whole("cursor", state["cursor"], 0, len(self._order))
             if len(self._order) > self.ring.capacity:
                 self._leave_out_gone()
             self._publish()
-        else:
-            self._order = self._permutation(state["rows"]) if self.epoch >= 0 else np.empty(0, np.int64)
+            return
+        rows = whole("rows", state["rows"], 0, max(0, self.ring.added - self._base))
+        self.cursor = whole("cursor", state["cursor"], 0, rows)
+        self._order = self._permutation(rows) if self.epoch >= 0 else np.empty(0, np.int64)
 
     def _leave_out_gone(self) -> None:
         """Forget rows of the epoch that did not come back to a smaller buffer."""

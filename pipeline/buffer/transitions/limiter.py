@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.buffer.transitions.given import MOST, whole
 from pipeline.config import Limiter
 from pipeline.errors import ConfigError
 
@@ -71,5 +72,10 @@ class Counts:
         return {"added": self.added, "sampled": self.sampled}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave."""
-        self.added, self.sampled = int(state["added"]), int(state["sampled"])
+        """Take back what :meth:`state` gave.
+
+        Raises:
+            LookupError, ValueError: it is no such state.
+        """
+        self.added = whole("limiter.added", state["added"], 0, MOST)
+        self.sampled = whole("limiter.sampled", state["sampled"], 0, MOST)

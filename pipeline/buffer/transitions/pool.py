@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.given import distinct, wholes
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, VERSION
 from pipeline.buffer.transitions.lowest import Lowest, lowest_of
 from pipeline.buffer.transitions.recent import Recent
@@ -287,10 +288,16 @@ class Pool(Ring):
         Raises:
             ValueError, LookupError: it does not fit together.
         """
+        floor, end, _, next_at = numbers
+        if floor % self.capacity:
+            raise ValueError(f"keys are said to begin with {floor}, of slots {self.capacity}")
+        keys = wholes("pool.keys", places["keys"], floor, end - 1)
+        distinct("pool.serials", wholes("pool.serials", places["serials"], 0, self.added - 1, count=len(keys)))
+        at = wholes("pool.at", places["at"], -1, next_at - 1, count=len(keys))
+        distinct("pool.at", at[at >= 0])
         self._floor, self._end, self.not_kept, self.next_at = numbers
-        keys = places["keys"]
         slots = self.slots(keys)
-        if not np.array_equal(np.sort(slots), np.arange(self.size)) or (keys < 0).any() or (keys >= self._end).any():
+        if not np.array_equal(np.sort(slots), np.arange(self.size)):
             raise ValueError(f"{self.size} rows do not lie in {len(keys)} slots")
         self._keys = np.arange(self.capacity) + self._floor - self.capacity
         self._keys[slots], self._serials[slots], self.at[slots] = keys, places["serials"], places["at"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
+from pipeline.buffer.transitions.given import MOST, mass, masses, whole
 from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
@@ -124,7 +125,8 @@ class PriorityDrawer(Drawer):
         """Return priorities to the power of alpha, of those to the power of another one; where that was 0 they are not
         known any more, and stay alike."""
         if was in (0.0, self.options.alpha):
-            return values
+            held: Floats = np.minimum(values, self._most)  # the capacity may have been a smaller one
+            return held
         with np.errstate(over="ignore", under="ignore"):
             powers = np.clip(values ** (self.options.alpha / was), _LEAST, self._most)
         return np.where(values > 0, powers, 0.0)
@@ -202,12 +204,15 @@ class PriorityDrawer(Drawer):
         if not state:  # rows that were drawn in another way before: all of them are new here
             self._pending = self.ring.oldest
             return
-        was = float(state.get("alpha", self.options.alpha))
-        self.batches, self._floor_until = int(state["batches"]), int(state.get("floor_until", 0))
-        given = np.array([state["ever"], state.get("floor", 0.0)])
+        was = mass("alpha", state.get("alpha", self.options.alpha))
+        self.batches = whole("batches", state["batches"], 0, MOST)
+        self._floor_until = whole("floor_until", state.get("floor_until", 0), 0, MOST)
+        given = np.array([mass("ever", state["ever"]), mass("floor", state.get("floor", 0.0))])
         self._ever, self._floor = self._of_alpha(was, given).tolist()
         self._pending = self.ring.added
-        priorities = self._of_alpha(was, arrays["priorities"]) if self.ring.size else np.empty(0)
+        priorities = np.empty(0)
+        if self.ring.size:
+            priorities = self._of_alpha(was, masses("priorities", arrays["priorities"]))
         if self.ring.scattered:
             if self.ring.size:
                 self._set(self.ring.slots(self.ring.keys()), priorities)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.given import distinct, wholes
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, RowLayout
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots
@@ -251,14 +252,21 @@ class SharedNextObs:
         return [] if self.schema is None else [self.schema.column(name) for name in self._table]
 
     def load(self, keys: Ints, arrays: Arrays) -> None:
-        """Take back what :meth:`state` gave, after the ring took back its rows."""
+        """Take back what :meth:`state` gave, after the ring took back its rows; of these some may not have come back.
+
+        Raises:
+            ValueError, LookupError: it is no such state.
+        """
         stored = self._ring.storage.schema
+        distinct("next_obs.keys", wholes("next_obs.keys", keys, 0, self._ring.keys_end - 1))
         self.forget()
         if stored is None:
             return
         twins = {name: stored.column(self._obs + name[len(self._next) :]) for name in arrays}
         own = [Column(name, twin.dtype, twin.shape) for name, twin in twins.items()]
         self.shape(Schema(tuple(sorted((*stored.columns, *own), key=lambda each: each.name))))
+        there = self._ring.alive(keys)  # others lay where rows are now that have none aside
+        keys, arrays = keys[there], {name: array[there] for name, array in arrays.items()}
         places = self._reserve(len(keys))
         self._keep(places, keys, arrays)
         self._set_places(self._ring.slots(keys), places + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.buffer.transitions.given import wholes
 from pipeline.buffer.transitions.ring import Ring
 
 Ints = np.ndarray
@@ -55,6 +56,8 @@ class Uses:
 
     def load(self, values: Ints | None) -> None:
         """Take back what :meth:`values` gave, after the ring took back its rows; None: nothing was drawn yet."""
+        if values is not None:
+            wholes("used", values, 0, np.iinfo(np.uint32).max)
         self._counts[:] = 0
         if values is not None and self.ring.size:
             self._counts[self.ring.slots(self.ring.keys())] = values[-self.ring.size :]

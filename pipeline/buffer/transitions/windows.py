@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.buffer.transitions.given import distinct, each_whole
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.config import Uniform
 
@@ -95,5 +96,11 @@ class EpisodeWindow(Window):
         return {"begun": self._ring.begun()}
 
     def load(self, state: dict[str, Any]) -> None:
+        begun = state.get("begun", [])
+        episodes = [episode for episode, _ in begun]
+        each_whole("begun", episodes, 0, self._ring.episodes.next - 1)
+        # Their first rows are gone.
+        each_whole("begun", (first for _, first in begun), 0, self._ring.oldest - 1)
+        distinct("begun", np.array(episodes, np.int64))
         self._as_of = (-1, -1, -1)
-        self._ring.take_begun(state.get("begun", []))
+        self._ring.take_begun(begun)

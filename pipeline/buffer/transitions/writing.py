@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from pipeline.buffer.transitions.given import wholes
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots
 
@@ -90,6 +91,7 @@ class Written:
         if self._ring.storage.unread is not None:
             self._ring.storage.unread.written = self
         for name, keys, values in state:
+            wholes(f"written keys of {name}", keys, 0, self._ring.keys_end - 1)
             there = self._ring.alive(keys)
             if there.any():  # of rows that lie on the disk alone as well: what is brought in leaves these
                 self._put(keys[there], {name: values[there]})

@@ -1,0 +1,97 @@
+"""Values of a state that somebody gives back, checked: what breaks an invariant would be found when a batch is wrong,
+or never.
+
+What is wrong raises ``ValueError``; whoever was given the state says where it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray
+Floats = np.ndarray
+MOST = 2**62
+"""No count or key is as large: sums of two are still whole numbers of 64 bits."""
+
+
+def whole(name: str, value: Any, least: int, most: int) -> int:
+    """Return a whole number.
+
+    Raises:
+        ValueError: it is none, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; a whole number from {least} to {most} is needed")
+    return int(value)
+
+
+def each_whole(name: str, values: Iterable[Any], least: int, most: int) -> None:
+    """Refuse what is not all whole numbers in a range.
+
+    Raises:
+        ValueError: one is none, or out of range.
+    """
+    for value in values:
+        whole(name, value, least, most)
+
+
+def wholes(name: str, values: Any, least: int, most: int, *, count: int | None = None) -> Ints:
+    """Return an array [n] of whole numbers.
+
+    Raises:
+        ValueError: it is none; or there are not ``count`` of them; or one is out of range.
+    """
+    array = _flat(name, values, "iu", "whole numbers", count)
+    wrong = np.flatnonzero((array < least) | (array > most))
+    if len(wrong):
+        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}; whole numbers from {least} to {most} are needed")
+    return array
+
+
+def masses(name: str, values: Any, *, count: int | None = None) -> Floats:
+    """Return an array [n] of numbers that rows are drawn in proportion to.
+
+    Raises:
+        ValueError: it is none; or there are not ``count`` of them; or one is negative, or no number, or infinite, or
+            their sum is.
+    """
+    array = _flat(name, values, "fiu", "numbers", count).astype(np.float64)
+    wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
+    if len(wrong):
+        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}; finite numbers that are not negative are needed")
+    with np.errstate(over="ignore"):
+        total = np.add.reduce(array)
+    if not np.isfinite(total):
+        raise ValueError(f"{name}: the sum of all {len(array)} is infinite")
+    return array
+
+
+def mass(name: str, value: Any) -> float:
+    """Return one of such numbers, as :func:`masses` does."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise ValueError(f"{name} is {value!r}; a number is needed")
+    return float(masses(name, np.array([value], np.float64))[0])
+
+
+def distinct(name: str, values: Ints) -> Ints:
+    """Return an array [n] of numbers of which none is there twice.
+
+    Raises:
+        ValueError: one is.
+    """
+    names, counts = np.unique(values, return_counts=True)
+    if len(names) != len(values):
+        raise ValueError(f"{name}: {names[np.argmax(counts)]} is there {counts.max()} times")
+    return values
+
+
+def _flat(name: str, values: Any, kinds: str, what: str, count: int | None) -> np.ndarray:
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in kinds:
+        given = f"{values.dtype}{list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ValueError(f"{name} is {given}; an array of {what} [n] is needed")
+    if count is not None and len(values) != count:
+        raise ValueError(f"{name} has {len(values)} values; {count} are needed")
+    return values
