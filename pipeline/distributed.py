@@ -16,35 +16,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.connections import Connections, KeyStore
 from pipeline.errors import ConfigError, RankFailed, RankLost, UsageError
 
 T = TypeVar("T")
 _LINGERS_S = 5.0
-_CONNECTS_S = 20.0
-"""Seconds after which a store that does not answer has ended."""
 _LONGEST_S = 1e6
-
-
-class KeyStore(Protocol):
-    """What is needed of a ``torch.distributed.Store``."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -52,46 +33,6 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
 
     value: Any = None
     error: str | None = None
-
-
-class Connections:
-    """Connections to a store, each used by one thread at a time: while one waits, another may look.
-
-    They are kept, as a new one takes a while: torch asks the name service for the address, which may be slow to answer.
-    Where the store has ended, torch tries to reach it for twice the store's own timeout, which is half an hour by
-    default: so connections have one of their own.
-    """
-
-    def __init__(self, given: KeyStore, timeout_s: float) -> None:
-        """Args:
-        given: the store; its own timeout stays what it is.
-        timeout_s: seconds after which at the latest it is given up to reach it again.
-        """
-        self._given = given
-        self._more: Callable[[], KeyStore] | None = getattr(given, "clone", None)
-        self._timeout = timedelta(seconds=max(0.001, min(timeout_s, _CONNECTS_S) / 2))
-        self._free: list[KeyStore] = []
-        self._lock = threading.Lock()
-
-    def use(self, do: Callable[[KeyStore], T]) -> T:
-        """Do something with a connection; after an error it is not used again."""
-        if self._more is None:
-            return do(self._given)
-        with self._lock:
-            store = self._free.pop() if self._free else None
-        if store is None:
-            store = self._new(self._more)
-        done = do(store)
-        with self._lock:
-            self._free.append(store)
-        return done
-
-    def _new(self, more: Callable[[], KeyStore]) -> KeyStore:
-        store = more()
-        if hasattr(store, "set_timeout"):
-            store.set_timeout(self._timeout)
-            self._more = getattr(store, "clone", more)  # what is cloned of it has its timeout
-        return store
 
 
 class Ranks:
@@ -265,9 +206,7 @@ class Ranks:
             self._wait(what, number, ranks, rank, until)
             told = self._get(self._key(what, number, rank))
             if told.error is not None and rank != self.rank:
-                raise RankFailed(
-                    f"{what}: rank {rank} failed: {told.error}. Nothing was changed on this one, rank {self.rank}"
-                )
+                raise RankFailed(f"{what}: rank {rank} failed: {told.error}. {self._unchanged()}")
             values.append(told.value)
         return values
 
@@ -365,12 +304,15 @@ class Ranks:
             if rank in missing:  # else it has come in the last moment
                 raise self._not_heard(what, missing) from error
 
+    def _unchanged(self) -> str:
+        return f"Nothing was changed on this one, rank {self.rank}"
+
     def _not_heard(self, what: str, missing: list[int]) -> RankLost:
         self._lost.update(missing)
         who = f"rank {missing[0]} was" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} were"
         return RankLost(
             f"{what}: {who} not heard from within {self.timeout_s:g} s: ended, stopped, or elsewhere in the script. "
-            f"Nothing was changed on this one, rank {self.rank}. Look at their logs, and start all ranks again; "
+            f"{self._unchanged()}. Look at their logs, and start all ranks again; "
             "resume() goes on from the newest generation"
         )
 

@@ -204,8 +204,12 @@ class Pipeline(OutsideVerbs):
         found = await self._run.find(step, restart, from_=from_, external=external, rebalance=rebalance)
         if found is None:
             return Resumed()
-        self._run.check_sources(found, restart)
-        load_states(self._run.attached, found.states)
+        try:
+            self._run.check_sources(found, restart)
+            load_states(self._run.attached, found.states)
+        except BaseException as error:
+            self._run.not_resumed(error)
+            raise
         resumed = await self._run.take_over(found, restart)
         await self._honour()
         return resumed

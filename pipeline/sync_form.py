@@ -211,8 +211,12 @@ class SyncPipeline:
         found = self._call(partial(self._run.find, step, restart, **how))
         if found is None:
             return Resumed()
-        self._do(self._run.check_sources, found, restart)
-        load_states(self._run.attached, found.states)
+        try:
+            self._do(self._run.check_sources, found, restart)
+            load_states(self._run.attached, found.states)
+        except BaseException as error:
+            self._run.not_resumed(error)
+            raise
         resumed = self._call(self._run.take_over, found, restart)
         self._honour()
         return resumed

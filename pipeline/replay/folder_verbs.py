@@ -100,9 +100,8 @@ class FolderVerbs:
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
-        """:meth:`listen` from here on; not any more, if what is done here fails: nobody would act on a signal."""
+        """What is done here begins to :meth:`listen`; not any more, if it fails: nobody would act on a signal."""
         due, heard = self._due, self._due is None or self._due.listening
-        self.listen()
         try:
             yield
         except BaseException:

@@ -34,7 +34,7 @@ from pipeline.buffer.transitions.layout import (
 )
 from pipeline.buffer.transitions.layout import OPEN as GOES_ON
 from pipeline.buffer.transitions.storage import as_runs
-from pipeline.errors import Damaged
+from pipeline.errors import Damaged, RankFailed
 from pipeline.replay.ahead import ahead
 from pipeline.replay.assembling import Assembled
 from pipeline.replay.episode_ids import Numbers, unlisted
@@ -127,6 +127,7 @@ class Mover:
             StoreError: a file cannot be read or written.
         """
         size = len(shares.rows)
+        self.clean_up(size)  # what an attempt before could not remove: such names are this rank's in this life
         with contextlib.ExitStack() as stack:
             handles = {}
             for rank in range(size):
@@ -207,11 +208,19 @@ class Mover:
 
         Raises:
             Damaged: a file is not whole.
+            RankFailed: another rank failed in this before.
         """
         for origin in range(size):
             if origin != self._rank:
                 path = self.path(origin, self._rank)
-                with open_plain(path) as file:
+                try:
+                    file = open_plain(path)
+                except FileNotFoundError:  # it was there when all had handed out theirs
+                    raise RankFailed(
+                        f"rows: rank {origin} failed: it has removed what it had handed to rank {self._rank}, and says "
+                        "why itself. Nothing was changed on this one"
+                    ) from None
+                with file:
                     while (rows := self._format.read(file, path)) is not None:
                         own.put(rows)
 

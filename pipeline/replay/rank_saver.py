@@ -80,7 +80,7 @@ class RankSaver(RankSaverOf[Parts, Read], Saver):
                 "where they are. Leave it out",
                 option="continue_episodes",
             )
-        moving = Moving(self.store, self.ranks, self._options, stored, like, partial=loading.allow_partial)
+        moving = Moving(self.store, self._speaking, self._options, stored, like, partial=loading.allow_partial)
         moved = moving.rows(rebalance=loading.rebalance or loading.allow_partial, evict=loading.evict_oldest)
         if moved.read.lost.rows or moved.read.lost.files:
             tell_lost(self.store.log, stored, moved.read.lost)

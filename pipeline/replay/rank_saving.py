@@ -6,7 +6,7 @@ Verbs are called by all ranks, in the same order. What fails on one of them fail
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.checkpoint.generations import Found, Stored
@@ -14,6 +14,7 @@ from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, shard_prefix
 from pipeline.checkpoint.parts import shard_of
 from pipeline.checkpoint.trainer_state import CapturedState, check_attachable, load_states, read_state
 from pipeline.config import SavingOptions
+from pipeline.conversation import HOLDS, Conversation
 from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, Damaged, RankFailed, UsageError
 from pipeline.observe import events
@@ -21,7 +22,7 @@ from pipeline.replay.episode_ids import check_ranks
 from pipeline.replay.job import SaveJob
 from pipeline.replay.loading import Lost
 from pipeline.replay.rank_store import RankStore
-from pipeline.replay.saving import F, P, SaverOf
+from pipeline.replay.saving import F, Loading, P, SaverOf
 from pipeline.replay.shards import trainer_of
 from pipeline.replay.store import Generation, ReplayStore, Saving
 from pipeline.store.files import FilesLike
@@ -47,6 +48,8 @@ class RankSaverOf(SaverOf[P, F]):
     store: RankStore
     ranks: Ranks
     attached_own: dict[str, Any]
+    _speaking: Conversation
+    """With the other ranks, of the resume that has begun."""
     _age = 0
     """Of what is added after the generation that was read."""
 
@@ -99,14 +102,6 @@ class RankSaverOf(SaverOf[P, F]):
         super()._write(store, generation, job)
         self.store.linger(generation)
 
-    def _begun_again(self, store: ReplayStore, stored: Stored, parts: P) -> tuple[Generation, SaveJob]:
-        saves = self.store.saves
-        try:
-            return super()._begun_again(store, stored, parts)
-        except BaseException as error:
-            self.store.failed(saves, error)
-            raise
-
     def attach_own(self, objects: Mapping[str, Any]) -> None:
         """Add what this rank saves and restores for itself.
 
@@ -142,28 +137,35 @@ class RankSaverOf(SaverOf[P, F]):
 
     # -- resuming ----------------------------------------------------------------------------------------------
 
-    def find(self, step: int | None, like: Any) -> F | None:
+    def find(
+        self, step: int | None, like: Any, how: Callable[[], Loading], taken: Callable[[F], P]
+    ) -> tuple[F, P] | None:
         """As :meth:`SaverOf.find`: all ranks go on from the generation that the first one chooses, or none does.
 
         Raises:
             RankFailed, RankLost: another rank failed, or was not heard from; nothing was changed.
         """
-        # What fails on one rank, or is asked of it alone, others hear here: they would wait for it in what follows.
-        chosen: list[tuple[Stored, Found] | None] = []
+        # What fails on one rank, or is asked of it alone, others hear at once: they would wait for it in what follows.
+        ranks = self._speaking = Conversation(self.ranks, "resume")
 
-        def begin() -> dict[str, bool]:
-            chosen.append(self._choose(step, like))
+        def asked() -> dict[str, bool]:
+            self.loading = how()
             return {"rebalance": self.loading.rebalance, "allow_partial": self.loading.allow_partial}
 
-        self.ranks.alike("resume begun", begin)
-        if chosen[0] is None:
+        ranks.alike("resume begun", asked)
+        chosen = ranks.agreed("resume chosen", lambda: self._choose(step, like))
+        if chosen is None:
             return None
-        stored, all_of_them = chosen[0]
-        found: list[F] = []
-        self.ranks.together("resume", lambda: found.append(self._offering(stored, all_of_them, like)))
-        return found[0]
+        stored, all_of_them = chosen
+
+        def read() -> tuple[F, P]:
+            found = self._offering(stored, all_of_them, like)
+            return found, taken(found)
+
+        return ranks.agreed("resume", read)
 
     def _choose(self, step: int | None, like: Any) -> tuple[Stored, Found] | None:
+        self.store.open_together(self._speaking)
         store, chosen, choose = self._opened(), None, super()._choose
 
         def first() -> list[Any] | None:
@@ -173,7 +175,7 @@ class RankSaverOf(SaverOf[P, F]):
                 None if chosen is None else [chosen[0].manifest.generation, chosen[0].manifest.checksum, self._newest]
             )
 
-        told = self.ranks.of_first("resume from", first)
+        told = self._speaking.of_first("resume from", first)
         if self.ranks.first:
             return chosen
         self._check_first(like)
@@ -215,7 +217,7 @@ class RankSaverOf(SaverOf[P, F]):
                 return str(error)
             return ""
 
-        return None if any(self.ranks.together("damage", look)) else found[0]
+        return None if any(self._speaking.together("damage", look)) else found[0]
 
     def _own_states(
         self, lost: Lost, stored: Stored, shard: Stored | None
@@ -250,7 +252,21 @@ class RankSaverOf(SaverOf[P, F]):
         return own, ()
 
     def load_attached(self, found: F) -> None:
-        super().load_attached(found)
-        whole: Any = found
-        if whole.own is not None:
-            load_states(self.attached_own, whole.own)
+        """As :meth:`SaverOf.load_attached`. What one rank cannot load is an error on all."""
+
+        def load() -> None:
+            super(RankSaverOf, self).load_attached(found)
+            whole: Any = found
+            if whole.own is not None:
+                load_states(self.attached_own, whole.own)
+
+        self._speaking.agreed("resume loaded", load, but=HOLDS if self.attached or self.attached_own else "")
+
+    def _make_newest(self, store: ReplayStore, stored: Stored, parts: P) -> None:
+        saves, make = self.store.saves, super()._make_newest
+        but = HOLDS if self.attached or self.attached_own else ""
+        try:
+            self._speaking.agreed("resume made the newest", lambda: make(store, stored, parts), but=but)
+        except BaseException as error:
+            self.store.failed(saves, error)  # others may wait for this one's part of it
+            raise

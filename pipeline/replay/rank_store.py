@@ -75,16 +75,26 @@ class RankStore(ReplayStore):
         Raises:
             NotARun, Locked, StoreError: it cannot be used; on the others RankFailed.
         """
-        if self.opened:
-            return
+        if not self.opened:
+            self.open_together(self.ranks)
+
+    def open_together(self, ranks: Ranks) -> None:
+        """As :meth:`open`, by what these ranks tell. Where it was done before, on some of them, it is only said again.
+
+        Raises:
+            NotARun, Locked, StoreError: it cannot be used; on the others RankFailed.
+        """
         folder = self.folder
 
         def look() -> list[Any]:
-            folder.open()
+            if not self.opened:
+                folder.open()
             return [folder.run_id, folder.incarnation, folder.next_generation]
 
-        run_id, incarnation, number = self.ranks.of_first("open", look)
-        if not self.ranks.first:
+        run_id, incarnation, number = ranks.of_first("open", look)
+        if self.opened:
+            return
+        if not ranks.first:
             folder.follow(run_id, incarnation, number)
         self.opened = True
         self.incarnation, self._next = incarnation, number
@@ -114,16 +124,17 @@ class RankStore(ReplayStore):
         Raises:
             WriteFailed: they could not be written; nothing of it stays.
         """
-        number, self.saves = self.saves, self.saves + 1
+        number, self.saves, guess = self.saves, self.saves + 1, self._next
         if self.ranks.first:
             try:
                 generation = super().begin(step, states, attached, like=like)
             except BaseException as error:
+                self._next = guess + 1  # as on the others, whatever it failed in
                 self.ranks.tell("save begun", error=error, number=number)
                 raise
             self.ranks.tell("save begun", [step, generation.saving.generation], number=number)
         else:
-            guess, self._next = self._next, self._next + 1  # what the first rank gives it, if nothing failed
+            self._next = guess + 1  # what the first rank gives it, if nothing failed
             writer = GenerationWriter(self.folder.layout, self.files, guess, others=True)
             manifest = Manifest(
                 kind=self.kind,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -230,6 +230,10 @@ class SaverOf(Generic[P, F]):
         """Whether :meth:`begin` has nothing to find out: it was done, or there is no folder."""
         return self._ready or self.store is None
 
+    @begun.setter
+    def begun(self, begun: bool) -> None:
+        self._ready = begun
+
     def _job(self, parts: P) -> SaveJob:
         """Capture everything as of now; the caller has the buffer's lock."""
         raise NotImplementedError
@@ -248,15 +252,27 @@ class SaverOf(Generic[P, F]):
 
     # -- resuming ----------------------------------------------------------------------------------------------
 
-    def find(self, step: int | None, like: Any) -> F | None:
-        """Read and check what to go on from; None in an empty directory.
+    def find(
+        self, step: int | None, like: Any, how: Callable[[], Loading], taken: Callable[[F], P]
+    ) -> tuple[F, P] | None:
+        """Read and check what to go on from; None in an empty directory. Nothing of it is in use yet.
+
+        Args:
+            step: the trainer's step; None: the newest generation.
+            like: what there is before.
+            how: checks what was asked for, and says how rows are taken back.
+            taken: makes the parts of what was read.
 
         Raises:
             UsageError: rows were added already.
             Damaged, StoreError: it cannot be read; the message offers what can.
         """
+        self.loading = how()
         chosen = self._choose(step, like)
-        return None if chosen is None else self._offering(*chosen, like)
+        if chosen is None:
+            return None
+        found = self._offering(*chosen, like)
+        return found, taken(found)
 
     def _offering(self, stored: Stored, found: Found, like: Any) -> F:
         """Read and check a generation; what is wrong with it offers another one."""
@@ -296,21 +312,28 @@ class SaverOf(Generic[P, F]):
         self.store.adopt(found.stored, found.blocks)
 
     def ready(self, found: F | None, parts: P) -> ReplayResumed:
-        """Note that the run goes on from here; where that is not its newest generation, make it the newest one."""
+        """Note that the run goes on from here; where that is not its newest generation, make it the newest one.
+
+        Raises:
+            WriteFailed: it could not be made that. What is in use is to be given up.
+        """
         store = self.store
         assert store is not None
+        if found is not None and not self._newest:
+            # Otherwise a crash would bring back what came after it, and was let go.
+            self._make_newest(store, found.stored, parts)
         self._ready = True
         if found is None:
             return ReplayResumed(0, None, 0)
         resumed = self._went_on(store, found, parts)
         return resumed.without(found.lost, found.left)
 
+    def _make_newest(self, store: ReplayStore, stored: Stored, parts: P) -> None:
+        store.commit(*self._begun_again(store, stored, parts), self._unknown)
+
     def _went_on(self, store: ReplayStore, found: F, parts: P) -> ReplayResumed:
         manifest = found.stored.manifest
         store.log.info(events.RUN_RECOVERED, generation=manifest.generation, step=manifest.step, rows=self._rows(parts))
-        if not self._newest:
-            # Otherwise a crash would bring back what came after it, and was let go.
-            store.commit(*self._begun_again(store, found.stored, parts), self._unknown)
         return ReplayResumed(manifest.step, store.parent, self._rows(parts))
 
     def _begun_again(self, store: ReplayStore, stored: Stored, parts: P) -> tuple[Generation, SaveJob]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError, ForebayError, UsageError
 from pipeline.replay.arguments import not_shared
 from pipeline.replay.folder_verbs import FolderVerbs
+from pipeline.replay.loading import Read
 from pipeline.replay.parts import Parts, check_kind, check_sharing, restore, selector_values, state_of, values_of
 from pipeline.replay.pooling import fill_pool
 from pipeline.replay.rooms import OwnRoom, Room
@@ -86,33 +87,56 @@ class SavingVerbs(FolderVerbs):
             Damaged: the generation cannot be read. The message says which one can.
             Locked: another process writes there.
         """
-        self._usable()
-        lazily = self._lazily(verify)
-        if allow_partial:
-            self._check_partial(lazily=lazily, continue_episodes=continue_episodes)
-        return self._resume(step, Loading(lazily, continue_episodes, rebalance, evict_oldest, allow_partial))
 
-    def _resume(self, step: int | None, loading: Loading) -> ReplayResumed:
+        def how() -> Loading:
+            self._usable()
+            lazily = self._lazily(verify)
+            if allow_partial:
+                self._check_partial(lazily=lazily, continue_episodes=continue_episodes)
+            self.listen()
+            self._room.replacing()
+            return Loading(lazily, continue_episodes, rebalance, evict_oldest, allow_partial)
+
+        return self._resume(step, how)
+
+    def _resume(self, step: int | None, how: Callable[[], Loading]) -> ReplayResumed:
         with self._hearing(), self._saver.lock:
-            self._saver.loading = loading
+            before = self._own
             with self.gate.lock:
-                self._room.replacing()
-                found = self._saver.find(step, self.ring)
-                parts = self._own
+                found = self._saver.find(step, self.ring, how, self._taken)
+                read = None if found is None else found[0]
                 if found is not None:
-                    parts = self._parts(found.ring)
-                    self._saver.take_over(found, parts)
-                    self._saver.load_attached(found)
-                    self._use(parts)
-                    if not loading.continue_episodes:
+                    self._saver.load_attached(found[0])
+                    # On several ranks nothing fails from here on, but for what the saver makes of an older generation.
+                    self._use(found[1])
+                    if not self._saver.loading.continue_episodes:
                         self.ring.cut()
                 else:
-                    self._use(parts)
-                if self._due is not None:
-                    self._due.saved(0 if found is None else found.stored.manifest.step)
-            resumed = self._saver.ready(found, self._own)
+                    self._use(self._own)
+            try:
+                resumed = self._saver.ready(read, self._own)
+            except BaseException:
+                self._give_back(before)
+                raise
+            if self._due is not None:
+                self._due.saved(resumed.step)
         self.gate.changed()
         return resumed
+
+    def _taken(self, found: Read) -> Parts:
+        """Return the parts of what was read of a generation."""
+        parts = self._parts(found.ring)
+        self._saver.take_over(found, parts)
+        return parts
+
+    def _give_back(self, before: Parts) -> None:
+        """Be as before a resume that failed: it may be called again. Rows that processes share lie where those were:
+        these are in use, and the next save makes the generation."""
+        if self.options.storage == "shared":
+            self._saver.begun = True
+            return
+        with self.gate.lock:
+            self._use(before)
 
     def _check_partial(self, *, lazily: bool, continue_episodes: bool) -> None:
         """Refuse what does not go with ``allow_partial``."""

@@ -69,7 +69,7 @@ class TrajectoryRankSaver(RankSaverOf[TrajectoryParts, ReadTrajectories], Trajec
         return self._noted(self._moving(like).shared_out(stored))
 
     def _moving(self, like: TrajectoryParts) -> TrajectoryMoving:
-        return TrajectoryMoving(self.store, self.ranks, self._options, like.room(self._options), self.loading)
+        return TrajectoryMoving(self.store, self._speaking, self._options, like.room(self._options), self.loading)
 
     def _noted(self, found: Had) -> ReadTrajectories:
         self._known = found.table

@@ -19,7 +19,7 @@ from pipeline.replay.shelf import Shelf
 from pipeline.replay.shelving import Shelving
 from pipeline.replay.state import check_version, set_generator
 from pipeline.replay.trajectory_blobs import BlobLayout
-from pipeline.replay.trajectory_loading import Verify, shelf_of
+from pipeline.replay.trajectory_loading import ReadTrajectories, Verify, shelf_of
 from pipeline.replay.trajectory_saving import TrajectoryParts, TrajectorySaver
 from pipeline.replay.trajectory_state import STATE_VERSION, TrajectoryState, checked, to_values
 
@@ -78,20 +78,37 @@ class TrajectoryVerbs(FolderVerbs):
             Damaged: the generation cannot be read. The message says which one can.
             Locked: another process writes there.
         """
-        self._usable()
-        loading = self._loading(verify, allow_partial)._replace(rebalance=rebalance, evict_oldest=evict_oldest)
+
+        def how() -> Loading:
+            self._usable()
+            loading = self._loading(verify, allow_partial)
+            self.listen()
+            return loading._replace(rebalance=rebalance, evict_oldest=evict_oldest)
+
         with self._hearing(), self._saver.lock:
-            self._saver.loading = loading
+            before = self._own
             with self.gate.lock:
-                found = self._saver.find(step, self._own)
+                found = self._saver.find(step, before, how, self._taken)
+                read = None if found is None else found[0]
                 if found is not None:
-                    parts = self._parts()
-                    self._saver.take_over(found, parts)
-                    self._saver.load_attached(found)
-                    self._use(parts)
-                if self._due is not None:
-                    self._due.saved(0 if found is None else found.stored.manifest.step)
-            return self._saver.ready(found, self._own)
+                    self._saver.load_attached(found[0])
+                    # On several ranks nothing fails from here on, but for what the saver makes of an older generation.
+                    self._use(found[1])
+            try:
+                resumed = self._saver.ready(read, self._own)
+            except BaseException:
+                with self.gate.lock:
+                    self._use(before)
+                raise
+            if self._due is not None:
+                self._due.saved(resumed.step)
+            return resumed
+
+    def _taken(self, found: ReadTrajectories) -> TrajectoryParts:
+        """Return the parts of what was read of a generation."""
+        parts = self._parts()
+        self._saver.take_over(found, parts)
+        return parts
 
     def _loading(self, verify: str, partial: bool) -> Loading:
         if verify not in ("full", "lazy"):

@@ -17,7 +17,7 @@ import msgspec
 from pipeline.checkpoint.generations import Stored, check_generation, check_listed, choose, find_generations, of_kind
 from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS_FOLDER
 from pipeline.checkpoint.parts import PartLayout, shard_of
-from pipeline.distributed import Ranks
+from pipeline.conversation import Conversation
 from pipeline.errors import Damaged, RankFailed
 from pipeline.records import Opened
 from pipeline.sampler import TurnSampler
@@ -38,7 +38,7 @@ class _Own(NamedTuple):
 class RankResuming:
     """Finds what a rank goes on from. All methods block, and are called by all ranks."""
 
-    def __init__(self, state: RunState, ranks: Ranks, origin: Origin, attached: Sequence[str]) -> None:
+    def __init__(self, state: RunState, ranks: Conversation, origin: Origin, attached: Sequence[str]) -> None:
         self._state, self._ranks, self._origin, self._attached = state, ranks, origin, attached
         self._reusable: Sequence[int] | None = None
 

@@ -15,6 +15,7 @@ import msgspec
 
 from pipeline.buffer.partials import Partials
 from pipeline.config import PipelineOptions
+from pipeline.conversation import Conversation
 from pipeline.distributed import Ranks
 from pipeline.errors import ClosedError, ConfigError, RankLost, UsageError
 from pipeline.interfaces import LearningSource
@@ -35,6 +36,9 @@ from pipeline.wiring.resuming import Found, Origin, Resumed
 from pipeline.wiring.run import Run
 
 T = TypeVar("T")
+_MAKE_ANOTHER = (
+    ", but for what is attached: it holds the checkpoint's state. Make another pipeline, and resume() that one"
+)
 
 
 def with_ranks(tasks: Sequence[Task], options: PipelineOptions, ranks: Ranks, *, buffer: object) -> PipelineOptions:
@@ -117,6 +121,8 @@ class RankRun(Run):
     _parts = Parts(RankConsumer, RankOutside, RankFolder, RankSaver, RankTriggers)
     consumer: RankConsumer
     triggers: RankTriggers
+    _speaking: Conversation
+    """With the other ranks, of the resume that has begun."""
 
     def __init__(self, tasks: Sequence[Task], options: PipelineOptions, ranks: Ranks, **more: Any) -> None:
         """Args:
@@ -146,14 +152,26 @@ class RankRun(Run):
     def _look(
         self, origin: Origin, step: int | None, external: str | None, restart: Sequence[str], rebalance: bool
     ) -> Found:
-        resuming = RankResuming(self.state, self.ranks, origin, list(self.attached))
+        resuming = RankResuming(self.state, self._speaking, origin, list(self.attached))
         return resuming.find(step, external, anew=rebalance or bool(restart))
 
     async def find(self, step: int | None, restart: Sequence[str], **more: Any) -> Found | None:
-        """As :meth:`Run.find`."""
-        if more.get("from_") is not None:
-            raise UsageError("resume(from_=): ranks do not fork; copy the run's folder, and resume() the copy")
-        return await super().find(step, restart, **more)
+        """As :meth:`Run.find`. An error on one rank, here or until all of it is in use, is an error on all."""
+        self._speaking = Conversation(self.ranks, "resume")
+        try:
+            if more.get("from_") is not None:
+                raise UsageError("resume(from_=): ranks do not fork; copy the run's folder, and resume() the copy")
+            return await super().find(step, restart, **more)
+        except BaseException as error:
+            self.not_resumed(error)
+            raise
+
+    def not_resumed(self, error: BaseException) -> None:
+        """As :meth:`Run.not_resumed`: whoever waits for this rank hears why."""
+        self._speaking.tell("resume", error=error)
+
+    async def _all_are_here(self) -> None:
+        await self.in_thread(lambda: self._speaking.agreed("resume", lambda: None, but=_MAKE_ANOTHER))
 
     async def take_over(self, found: Found, restart: Sequence[str]) -> Resumed:
         """As :meth:`Run.take_over`. An error on one rank is an error on all."""
@@ -161,10 +179,14 @@ class RankRun(Run):
         assert isinstance(saver, RankSaver)
         saves = saver.saves
         try:
-            return await super().take_over(found, restart)
+            resumed = await super().take_over(found, restart)
+            await self._all_are_here()
         except BaseException as error:
+            self._half_resumed = self._half_resumed or (saver.saves > saves and saver.committed)
             saver.never_began(saves, error)
+            self.not_resumed(error)
             raise
+        return resumed
 
     async def _bring(self, found: Found, writer: WriterService) -> Found:
         """Copy what attempts of before had kept, which is small, to where this rank's own journal can name it."""

@@ -91,6 +91,23 @@ class Found(msgspec.Struct, frozen=True):
     origin: Origin
 
 
+def check_fork(state: RunState, origin: str, *, free: bool) -> None:
+    """Refuse to fork another run; ``free``: this one's directory holds none yet.
+
+    Raises:
+        UsageError: it does, or there is none; or the run has rows.
+    """
+    if state.experience is not None:
+        raise UsageError(
+            "resume(from_=): the rows of another run cannot be taken over; copy its folder, and resume() the copy"
+        )
+    if not free:
+        raise UsageError(
+            f"resume(from_={origin!r}) begins a new run: directory={state.options.directory!r} must name a "
+            "folder that holds none yet. To go on with the run that it holds, call resume() without from_"
+        )
+
+
 def find_to_resume(
     state: RunState, origin: Origin, step: int | None, attached: Sequence[str], external: str | None = None
 ) -> Found:

@@ -49,6 +49,7 @@ from pipeline.wiring.resuming import (
     Origin,
     Resumed,
     adopt,
+    check_fork,
     check_sources,
     describe,
     find_to_resume,
@@ -107,8 +108,8 @@ class Run:
         self.saves = Checkpointing(self.state, self.consumer, self._saver, self.triggers, self.in_thread, stop_file)
         self.control = Controlling(self.state, self.triggers, self._saver, inline=self.inline)
         self.attached = self.saves.attached
-        self.left_by: BaseException | None = None
-        """What the script's body was left by."""
+        self.left_by: BaseException | None = None  # what the script's body was left by
+        self._half_resumed = False
         self._supervisor: Supervisor | None = None
         self._group: anyio.abc.TaskGroup | None = None
         self._pool: Pool | None = None
@@ -248,6 +249,8 @@ class Run:
             self.consumer.raise_failure()
         if self.consumer.closed or self._supervisor.stopping.is_set():
             raise ClosedError("the pipeline is closed; make a new one to go on")
+        if self._half_resumed:
+            raise UsageError("resume() failed in its midst: make another pipeline, and resume() that one")
         if self._saver is not None:
             self._saver.raise_failed()
 
@@ -268,23 +271,15 @@ class Run:
         self.require_open()
         if self.started or self.state.writer is not None:
             raise UsageError("resume() comes once, before start()")
-        unknown = set(restart) - set(self.state.tasks)
-        if unknown:
+        if unknown := set(restart) - set(self.state.tasks):
             raise ConfigError.of("restart", sorted(unknown), f"the run's tasks are {', '.join(self.state.tasks)}")
         folder = self._folder
-        if from_ is not None and self.state.experience is not None:
-            raise UsageError(
-                "resume(from_=): the rows of another run cannot be taken over; copy its folder, and resume() the copy"
-            )
-        if from_ is not None and (folder is None or folder.used):
-            raise UsageError(
-                f"resume(from_={from_!r}) begins a new run: directory={self.options.directory!r} must name a "
-                "folder that holds none yet. To go on with the run that it holds, call resume() without from_"
-            )
+        if from_ is not None:
+            check_fork(self.state, os.fspath(from_), free=folder is not None and not folder.used)
         if folder is None or (from_ is None and not folder.used):
             if step is not None or external is not None:
-                where = self.options.directory or "memory"
-                raise StoreError(f"resume(step={step}, external={external}): {where} holds no generation")
+                asked = f"resume(step={step}, external={external})"
+                raise StoreError(f"{asked}: {self.options.directory or 'memory'} holds no generation")
             return None
 
         def look() -> Found:
@@ -305,12 +300,21 @@ class Run:
         """Refuse another source than the run's, before anything is changed."""
         check_sources(self.state, found, restart)
 
+    def not_resumed(self, error: BaseException) -> None:
+        """Take in that what was found is not taken over."""
+
+    async def _all_are_here(self) -> None:
+        """Wait until who has the run together with this process is as far."""
+
     async def take_over(self, found: Found, restart: Sequence[str]) -> Resumed:
         """Put a checked generation in use, and commit a new one at once: old files are never changed."""
         state, saver = self.state, self._saver
         assert saver is not None
+        await self._all_are_here()
+        self._half_resumed = True
         writer = await self._open_writer(found.opened, apply=False)
         found = await self._bring(found, writer)
+        await self._all_are_here()
         adopt(state, found)
         self.weights.require_update(state.version)
         if found.recovered.inherited is not None:  # folded already, as the event before it
@@ -327,11 +331,11 @@ class Run:
         saver.journals = found.recovered.positions
         saver.reclaimed = found.stored.manifest.reclaimed
         saver.base = found.stored.manifest.base if found.recovered.inherited is None else state.incarnation
+        self._half_resumed = False  # all of it is in use; what start() finds is committed then, if it is not now
         await saver.acquire()
-        capture = None
+        capture, since = None, found.stored.manifest.incarnation
         try:
             if not found.origin.forked:
-                since = found.stored.manifest.incarnation
                 await self.in_thread(
                     lambda: sync_dead_lives(found.origin.layout, self._files, since, state.incarnation)
                 )
@@ -348,8 +352,8 @@ class Run:
         await saver.finish(capture)
         self.triggers.saved(state.ledger.step)
         self.saves.answer_by_newest(stops=False)
-        files = found.stored.manifest.files
-        self.saves.own_files = bool(external) or any(info.path.startswith(OWN_FILES + "/") for info in files)
+        own = (info.path.startswith(OWN_FILES + "/") for info in found.stored.manifest.files)
+        self.saves.own_files = bool(external) or any(own)
         resumed = describe(state, found)
         state.log.info(events.RUN_RECOVERED, events=found.recovered.events, **msgspec.structs.asdict(resumed))
         return resumed
@@ -396,8 +400,7 @@ class Run:
         state = self.state
         for name, before, after in state.sampler.changed_shares():
             state.log.info(events.SHARE_CHANGED, task=name, before=before, after=after, by="task")
-        shares = state.sampler.shares_event()
-        if shares is not None:
+        if (shares := state.sampler.shares_event()) is not None:
             state.record(shares)
         self._feed_streams()
         self.started = True

@@ -1,0 +1,72 @@
+"""Errors in any function of the library that a thread calls, one after the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pipeline
+from pipeline.conversation import Conversation
+from pipeline.distributed import Ranks
+
+_ROOT = str(Path(pipeline.__file__).parent)
+_NAMES = ("distributed.py", "conversation.py", "connections.py", "errors.py", "observe")
+_LEFT_OUT = tuple(f"{_ROOT}/{name}" for name in _NAMES)
+"""How ranks speak with each other, what an error says, and logs."""
+
+
+class Injected(Exception):
+    """Nothing of the library's own, and nothing that it would take for an error of the disk."""
+
+
+class Calls:
+    """The functions that a thread calls in what ranks agree upon, each once, in their order; in one of them it
+    fails."""
+
+    def __init__(self, fails: CodeType | None = None) -> None:
+        self.seen: dict[CodeType, None] = {}
+        self._fails = fails
+        self.failed = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at what this thread calls in here."""
+        before = sys.getprofile()
+        sys.setprofile(self._look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(_ROOT) or code.co_filename.startswith(_LEFT_OUT):
+            return
+        self.seen[code] = None
+        if code is self._fails and not self.failed:
+            self.failed = True
+            raise Injected(code.co_qualname)
+
+
+def watch_what_is_agreed(patch: Any, calls: Callable[[int], Calls | None]) -> None:
+    """Look at what is done in what ranks do together, on those that ``calls`` knows."""
+
+    def watching(wanted: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, what: str, do: Callable[[], Any], **more: Any) -> Any:
+            def watched() -> Any:
+                looking = calls(self.rank)
+                if looking is None:
+                    return do()
+                with looking.watched():
+                    return do()
+
+            return wanted(self, what, watched, **more)
+
+        return method
+
+    for owner, name in ((Ranks, "together"), (Conversation, "agreed")):
+        patch.setattr(owner, name, watching(getattr(owner, name)))
