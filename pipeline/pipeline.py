@@ -42,7 +42,7 @@ from pipeline.runner.policies import check_rollout
 from pipeline.sampler import Progress
 from pipeline.store.files import FilesLike
 from pipeline.task import Task
-from pipeline.wiring.experience import check_rows
+from pipeline.wiring.experience import check_rows, give_back
 from pipeline.wiring.feed import Fillable
 from pipeline.wiring.rank_run import RankRun, with_ranks
 from pipeline.wiring.resuming import Resumed
@@ -108,16 +108,24 @@ class Pipeline(OutsideVerbs):
         self._tasks = given
         if ranks is not None:
             self.options = with_ranks(given, self.options, ranks, buffer=buffer)
-        feed = None
         if buffer is not None:
             check_rows(given, self.options)
-            feed = buffer.feed()
         engine = LocalEngine() if engine is None else engine
         for task in given:
             engine.check(task)
         self.options = _within(self.options, engine.slots(given))
-        how: dict[str, Any] = {"files": files, "engine": engine, "inline": inline, "on_commit": on_commit, "feed": feed}
-        self._run = Run(given, self.options, **how) if ranks is None else RankRun(given, self.options, ranks, **how)
+        how: dict[str, Any] = {"files": files, "engine": engine, "inline": inline, "on_commit": on_commit}
+        feed = None if buffer is None else buffer.feed()  # late: what failed before leaves the buffer as it is
+        try:
+            self._run = (
+                Run(given, self.options, feed=feed, **how)
+                if ranks is None
+                else RankRun(given, self.options, ranks, feed=feed, **how)
+            )
+        except BaseException:
+            if feed is not None:
+                feed.give_back()
+            raise
         self._last = BatchStatistics()
         self._run.control.statistics = self.statistics
 
@@ -129,6 +137,8 @@ class Pipeline(OutsideVerbs):
             await self._run.open()
         except BaseException:
             self._run.triggers.give_signals_back(failed=True)
+            if self._run.pool is None:
+                give_back(self._run.state)
             raise
         return self
 

@@ -24,6 +24,7 @@ from pipeline.sampler import Progress
 from pipeline.task import Task
 from pipeline.wiring.checkpointing import Checkpointing
 from pipeline.wiring.evaluations import Evaluation
+from pipeline.wiring.experience import give_back
 from pipeline.wiring.resuming import Resumed
 from pipeline.wiring.saving import Capture, Saving
 from pipeline.wiring.statistics import Statistics
@@ -129,6 +130,8 @@ class SyncPipeline:
                 raise
         except BaseException:
             self._run.triggers.give_signals_back(failed=True)
+            if self._run.pool is None:
+                give_back(self._run.state)
             raise
         return self
 

@@ -187,7 +187,11 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
             self._not_fed("feed")
             check_feedable(self.options, self.ring)
             self._fed = True
-        return ReplayFeed(self, Inside(lambda: self._own, self._parts, self._take_over, self._extend, self._counts_of))
+        verbs = (self._parts, self._take_over, self._extend, self._counts_of, self._leave_feed)
+        return ReplayFeed(self, Inside(lambda: self._own, *verbs))
+
+    def _leave_feed(self) -> None:
+        self._fed = False
 
     def _take_over(self, parts: Parts, stale_updates: int) -> None:
         self._use(parts)

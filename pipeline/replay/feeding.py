@@ -44,6 +44,8 @@ class Inside(NamedTuple):
     extend: Callable[..., Sequence[int]]
     counts: Callable[[], tuple[Counts, int]]
     """The limiter's, and the late updates."""
+    leave: Callable[[], None]
+    """Let others fill it again."""
 
 
 def check_feedable(options: ReplayOptions, ring: Ring) -> None:
@@ -139,6 +141,11 @@ class ReplayFeed:
         self._blocks: list[Block] = []
         self._most_blocks = 64
         self._unknown: dict[str, Any] = {}
+
+    def give_back(self) -> None:
+        """Let the buffer be filled otherwise: no rollout did."""
+        with self._buffer.gate.lock:
+            self._inside.leave()
 
     def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
         """Add rows, and return the key of the first, and how many they are."""

@@ -167,6 +167,12 @@ class RowsFold:
                 yield each.added.first, 0, each.at
 
 
+def give_back(state: RunState) -> None:
+    """Let go of the buffer of a run that was not opened, if it has one."""
+    if state.experience is not None:
+        state.experience.feed.give_back()
+
+
 class Experience:
     """The buffer of a run, and the episodes that are open in it."""
 

@@ -63,6 +63,10 @@ class Reading(Protocol):
 class Feed(Protocol):
     """The side of a replay buffer that its run sees; see :mod:`pipeline.replay.feeding`."""
 
+    def give_back(self) -> None:
+        """Take in that the run came to nothing before it was opened: the buffer may be filled by whoever likes."""
+        ...
+
     def extend(self, rows: Any, env: int, version: int) -> tuple[int, int]:
         """Add rows, and return the key of the first, and how many they are."""
         ...

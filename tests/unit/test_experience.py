@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -24,6 +25,9 @@ from pipeline import (
     Task,
     UsageError,
 )
+from pipeline.engines.local import LocalEngine
+from pipeline.wiring.folder import RunFolder
+from pipeline.wiring.saving import Saver
 from tasks import SequenceSource
 from tests.support.experience import ROWS, Agent, block, contents, fed, filled, walk
 from tests.support.runs import task
@@ -244,6 +248,37 @@ def test_a_buffer_is_filled_by_one_run_and_from_the_beginning() -> None:
         fed(used)
     with pytest.raises(ConfigError, match="group_size=4: with buffer= every item is one episode"):
         Pipeline(task(3, walk, group_size=4), buffer=ReplayBuffer(10))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("where", ["engine", "run", "open"])
+async def test_a_run_that_comes_to_nothing_leaves_the_buffer_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, sync: bool
+) -> None:
+    buffer = ReplayBuffer(10)
+
+    async def make() -> None:
+        pipe = fed(buffer, directory=str(tmp_path))
+        if sync:
+            with pipe.sync():
+                """It is not opened."""
+        async with pipe:
+            """Nor is it here."""
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("no run")
+
+    if where == "engine":
+        monkeypatch.setattr(LocalEngine, "check", fail)
+    elif where == "run":
+        monkeypatch.setattr(Saver, "__init__", fail)
+    else:
+        monkeypatch.setattr(RunFolder, "open", fail)
+    with pytest.raises(RuntimeError, match="no run"):
+        await make()
+    monkeypatch.undo()
+    buffer.extend({"obs": [1.0]})
+    assert len(buffer) == 1
 
 
 async def test_verbs_of_groups_are_refused() -> None:
