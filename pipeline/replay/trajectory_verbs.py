@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -85,6 +85,9 @@ class TrajectoryVerbs(FolderVerbs):
             self.listen()
             return loading._replace(rebalance=rebalance, evict_oldest=evict_oldest)
 
+        return self._resume(step, how)
+
+    def _resume(self, step: int | None, how: Callable[[], Loading]) -> ReplayResumed:
         with self._hearing(), self._saver.lock:
             before = self._own
             with self.gate.lock:

@@ -328,8 +328,7 @@ class Run:
         await load_for_filters(state, self.consumer.reader, self.in_thread)
         self.producer.requeue_all()
         saver.parent = -1 if found.origin.forked else found.stored.manifest.generation
-        saver.journals = found.recovered.positions
-        saver.reclaimed = found.stored.manifest.reclaimed
+        saver.journals, saver.reclaimed = found.recovered.positions, found.stored.manifest.reclaimed
         saver.base = found.stored.manifest.base if found.recovered.inherited is None else state.incarnation
         self._half_resumed = False  # all of it is in use; what start() finds is committed then, if it is not now
         await saver.acquire()

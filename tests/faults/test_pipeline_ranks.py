@@ -158,6 +158,31 @@ def test_its_status_says_what_a_resume_would_find_to_do(tmp_path: Path, sizes: t
         assert turn < 3 or {name: task.drawn for name, task in found.work.tasks.items()} == COUNTS
 
 
+@pytest.mark.parametrize(("size", "how"), [(2, {}), (3, {}), (2, {"rebalance": True})], ids=str)
+def test_ranks_go_back_to_a_generation_of_before_there_were_ranks(
+    tmp_path: Path, size: int, how: dict[str, Any]
+) -> None:
+    """The line of the ranks that went on from it is let go: what they trained is trained in this one, once."""
+    alone = life(tmp_path, None, 3)
+    assert sorted(life(tmp_path, 2, 2)) == [4, 5]
+    again = life(tmp_path, size, 4, step=3, **how)
+    assert sorted(again) == [4, 5, 6, 7]
+    rest = life(tmp_path, 2, 5)  # and the next life goes on from there
+    assert sorted(rest) == [8, 9, 10, 11, 12]
+    all_once(alone | again | rest)
+    assert verify(str(tmp_path)).whole
+
+
+def test_one_process_does_not_go_back_behind_ranks_though_the_generation_is_its_own(tmp_path: Path) -> None:
+    life(tmp_path, None, 3)
+    life(tmp_path, 2, 2)
+    before = manifests(tmp_path)
+    with opened(None, tmp_path) as pipe, pytest.raises(UsageError, match="open it with what wrote it"):
+        pipe.resume(3)
+    assert manifests(tmp_path) == before
+    assert sorted(life(tmp_path, 2, 2)) == [6, 7]
+
+
 def test_lives_that_had_shared_out_anew_and_saved_nothing_do_not_count(tmp_path: Path) -> None:
     life(tmp_path, 2, 4, keep=None)
     before, kept = status_of(str(tmp_path)).work, {each.generation for each in manifests(tmp_path)}
