@@ -9,6 +9,7 @@ given up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ import msgspec
 from pipeline.checkpoint.draws import Drawn
 from pipeline.checkpoint.rank_rescue import RankRescue
 from pipeline.checkpoint.saved_plans import plans_as_saved
-from pipeline.errors import ForebayError
+from pipeline.errors import Damaged, ForebayError
+from pipeline.intervals import IntervalSet
 from pipeline.ledger import ConsumerHalf
 from pipeline.records import EXTERNAL, Claimed, Dropped, Inherited
 from pipeline.sampler import Draw, Sampler, TurnSampler
@@ -50,6 +52,9 @@ def fill(
         folds: of all ranks, by rank.
         halves: what the weights have seen of each.
         locate: says what payloads tell of items with some uids.
+
+    Raises:
+        Damaged: nothing that is left says how far the order had come, and items would be trained twice.
     """
     filled = Filled([[] for _ in folds], [[] for _ in folds])
     if not any(fold.torn for fold in folds):
@@ -58,7 +63,7 @@ def fill(
     upto = max([*(fold.turns.next for fold in folds), *(fold.ledger.next_uid for fold in folds), *trained])
     reserved = [_still_reserved(fold) for fold in folds]
     missing = _missing(folds, reserved, upto)
-    found, stands = _drawn(folds, set(missing), upto)
+    found, stands = _drawn(folds, _Facts.of(folds, halves), set(missing), upto)
     untold = set(missing) - found.keys()
     told = locate(untold) if untold else {}
     for number, rank in missing.items():
@@ -117,10 +122,11 @@ def first_of(folds: Sequence[RankRescue]) -> int:
     return min((fold.inherited.next_uid for fold in folds if fold.inherited is not None), default=0)
 
 
-def _drawn(folds: Sequence[RankRescue], wanted: set[int], upto: int) -> tuple[dict[int, Draw], Inherited]:
+def _drawn(
+    folds: Sequence[RankRescue], facts: _Facts, wanted: set[int], upto: int
+) -> tuple[dict[int, Draw], Inherited]:
     """Return what the order has at the numbers that are wanted, as far as that can be told; and how it stands at its
     end."""
-    facts = _Facts.of(folds)
     first = first_of(folds)
     found: dict[int, Draw] = {}
     ends: Inherited | None = None
@@ -131,8 +137,16 @@ def _drawn(folds: Sequence[RankRescue], wanted: set[int], upto: int) -> tuple[di
         if number <= reach and (left or ends is None) and (ran := _run(folds, begins, reach, facts, left)) is not None:
             found |= ran[0]
             ends = ran[1] if ends is None and reach == upto else ends
-    if ends is None:
-        ends = max(folds, key=lambda fold: (fold.turns.next, not fold.torn)).turns.stands()
+    if ends is None:  # then what the newest event of any rank says of it, if it says that of all draws
+        ahead = max(folds, key=lambda fold: (fold.turns.next, not fold.torn)).turns
+        if ahead.next < upto:
+            raise Damaged(
+                f"generation {folds[0].line.generation}: {upto} items were drawn, and nothing that is left of the "
+                f"journals says which those from {ahead.next} on were: with the tasks as they are now the order would "
+                "have been another one. They would be trained twice. Salvage an older generation (step=), or restore "
+                "a journal of any rank"
+            )
+        ends = ahead.stands()
     given = {name: share for fold in folds for name, share in fold.turns.inherited_shares.items()}
     return found, msgspec.structs.replace(ends, given=given)
 
@@ -143,14 +157,23 @@ class _Facts(NamedTuple):
     Attributes:
         draws: by number, task, epoch, position, and index.
         stands: by number of the next draw, epoch and position of each task.
+        trained: the numbers that the weights have seen.
+        counts: how many of these are of each task; empty: that is not known of all.
     """
 
     draws: dict[int, tuple[str, int, int, int]]
     stands: dict[int, dict[str, tuple[int, int]]]
+    trained: IntervalSet
+    counts: Mapping[str, int]
 
     @classmethod
-    def of(cls, folds: Sequence[RankRescue]) -> _Facts:
-        found = cls({}, {})
+    def of(cls, folds: Sequence[RankRescue], halves: Sequence[ConsumerHalf]) -> _Facts:
+        trained = IntervalSet(each for half in halves for each in half.trained)
+        counts: Counter[str] = Counter()
+        for half in halves:
+            counts.update({task: groups for task, (groups, *_) in half.trained_by_task.items()})
+        known = counts.total() == sum(last + 1 - begin for begin, last in trained.ranges())
+        found = cls({}, {}, trained, +counts if known else {})
         for fold in folds:
             for entry in fold.ledger.entries.values():
                 if entry.kind != EXTERNAL and entry.epoch >= 0:
@@ -170,6 +193,11 @@ class _Facts(NamedTuple):
         if fact is not None and fact != (draw.task, draw.epoch, draw.position, draw.index):
             return True
         return stood is not None and any(stood.get(task, place) != place for task, place in _places(sampler).items())
+
+    def miscounted(self, counts: Mapping[str, int]) -> bool:
+        """Whether an order from its beginning on has other tasks than those whose items the weights have seen;
+        ``counts``: of which it has how many at their numbers."""
+        return bool(self.counts) and +Counter(counts) != self.counts
 
 
 def _places(sampler: Sampler) -> dict[str, tuple[int, int]]:
@@ -203,14 +231,18 @@ def _run(
     plans = [plan for plan in plans_as_saved(folds[0].line, marks) if plan.name in begins.shares]
     lengths = joined_lengths([fold.turns for fold in folds])
     found: dict[int, Draw] = {}
+    counts: Counter[str] = Counter()
     try:
         order = Order(plans, folds[0].turns.seed, begins, lambda task, epoch, at: lengths.get((task, epoch), at))
         for draw in order.draws(upto):
             if facts.deny(draw, order.sampler):
                 return None
+            counts[draw.task] += draw.number in facts.trained
             if draw.number in wanted:
                 found[draw.number] = draw
     except _UNFIT:
+        return None
+    if not begins.next_uid and upto == order.number and facts.miscounted(counts):
         return None
     stood = TurnSampler((), folds[0].turns.seed, 0, 1)
     stood.cursors, stood.mixture, stood.next = order.sampler.cursors, order.sampler.mixture, order.number

@@ -111,6 +111,15 @@ def journal_cut(run: Path) -> str:
     return journal
 
 
+def all_records_but_the_last(run: Path) -> str:
+    """Of both ranks."""
+    for rank in (0, 1):
+        journal = journals(run, rank)[-1]
+        for frame in [each for each in frames(str(run), journal) if each.header.kind == EVENTS][:-2]:
+            flip(run / journal, frame.offset + HEADER_BYTES + 3)
+    return journals(run, 0)[-1]
+
+
 def journal_folder(run: Path) -> str:
     journal = journal_gone(run)
     (run / journal).mkdir()
@@ -291,6 +300,21 @@ def test_where_the_order_has_changed_nothing_is_made_up(tmp_path: Path, damage: 
     lost = [loss.lost for loss in found.losses if "nobody knows" in loss.lost]
     unknown = {int(uid) for text in lost for uid in re.findall(r"\d+", text)}
     assert {uid for uid in range(ITEMS) if uid not in count} == unknown
+
+
+@pytest.mark.parametrize("damage", [all_journals_gone, all_records_but_the_last])
+def test_where_nothing_says_how_far_a_changed_order_had_come_it_is_refused(tmp_path: Path, damage: Where) -> None:
+    """Run from its beginning with the shares of now it would be another one, and items would be trained twice."""
+    before = killed(tmp_path, 2)
+    directory = tmp_path / "run"
+    live(before, 2, 2, more=1, copy=directory, share=0.5)
+    damage(directory)
+    with pytest.raises(Damaged, match="nothing that is left of the journals says"):
+        salvage(directory, tmp_path / "salvaged")
+    assert not (tmp_path / "salvaged").exists()
+    assert salvaged(directory, tmp_path / "older", step=2).step == 2  # as the message says: before they were changed
+    trained_to_the_end(tmp_path / "older", 2)
+    assert max(trained_to_the_end(tmp_path / "older", 1).values()) == 1
 
 
 def inspect_entries(directory: Path, size: int, folder: Path, share: float = 6.0) -> list[dict[int, list[object]]]:
