@@ -26,7 +26,7 @@ _calls: dict[int, Calls] = {}  # of the rank that is looked at
 
 
 def opened(ranks: Ranks, directory: Path) -> SyncPipeline:
-    pipe = Pipeline(task(24), directory=str(directory), ranks=ranks, watchdog=None, seed=3).sync()
+    pipe = Pipeline(task(24), directory=str(directory), ranks=ranks, watchdog=None, seed=3, order="strict").sync()
     pipe.attach(counter=Counter())
     return pipe
 
