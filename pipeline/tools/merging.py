@@ -49,8 +49,8 @@ def merge(
     others than the oldest rows go first (``remove=``) each row goes by itself; they are merged with each other alone.
 
     Args:
-        runs: folders of runs: buffers of transitions, of one process or of ranks; or buffers of trajectories; or
-            pipelines, of one process or of ranks, of which the finished groups come that were not trained yet.
+        runs: folders of runs, of one process or of ranks: buffers of transitions; or buffers of trajectories; or
+            pipelines, of which the finished groups come that were not trained yet.
         out: where the new run goes; absent, or an empty folder. There is nothing before all of it is there.
         allow_related: whether to merge runs though one was made of another one, or both of a third, by a reshard, say:
             what they have in common and has other ids in each is there twice then.

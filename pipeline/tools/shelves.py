@@ -1,14 +1,15 @@
 """Trajectories of one or more buffers to one or more new ones: what merging and splitting of them have in common.
 
-A trajectory has an id: the part that it belongs to, and the number that it had there. In a new buffer they come in the
-order of these numbers, of one number in the order of the parts. If the numbers follow each other they stay; then whole
-segments of which everything is wanted need not be copied.
+In a new buffer trajectories come in the order of the numbers in their ids (:mod:`pipeline.tools.shelved`), of one
+number in the order of the parts. If the numbers follow each other they stay; then whole segments of which everything is
+wanted need not be copied.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,17 +18,13 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import blob_head, stored_name
 from pipeline.buffer.transitions.columns import Schema
-from pipeline.checkpoint.generations import GenerationWriter, check_generation
+from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAJECTORIES, MadeOf, Manifest
-from pipeline.errors import Damaged
 from pipeline.replay.flattening import TrajectoryInfo
 from pipeline.replay.state import encode_state
 from pipeline.replay.trajectory_blobs import BlobLayout
-from pipeline.replay.trajectory_loading import blocks_of, read_infos
 from pipeline.replay.trajectory_state import STATE_FILE, TrajectoryState
 from pipeline.store.codec import ITEM_KEY
-from pipeline.store.files import open_plain
-from pipeline.store.held import HeldSegments
 from pipeline.store.layout import Layout, SegmentKey, segment_key, segment_name, write_file
 from pipeline.store.segments import Block, SegmentInfo
 from pipeline.tools.kept_rows import KEY_FILE, PART_FILE
@@ -35,6 +32,7 @@ from pipeline.tools.linking import related_run, take_segments
 from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.related import Descent, Read
+from pipeline.tools.shelved import Shelved, shelves_of
 from pipeline.tools.sources import Source, check_columns, counted, left_out_of, named
 from pipeline.tools.writing import SegmentWriter, committed
 
@@ -43,43 +41,18 @@ IDS_FILE = "ids.json"
 _LINKED, _OWN = 1, 2  # incarnations: of segments that are taken over, and of those that are written
 
 
-class Shelved:
-    """The trajectories of one run. What is read is checked."""
-
-    def __init__(self, source: Source) -> None:
-        """Raises:
-        Damaged: something is missing or was changed.
-        """
-        stored = source.stored
-        check_generation(stored)
-        self.source = source
-        self.state, self.unknown, self.infos = read_infos(stored)
-        self.blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), self.state)
-        self.held = HeldSegments(source.layout, source.tag, self.blocks, stored.manifest.segments)
-        made = PART_FILE in {info.path for info in stored.manifest.files}
-        self.parts: list[MadeOf] = list(stored.manifest.made_of) if made else [source.part()]
-        first, size = self.state.trajectory_counter - self.state.size, self.state.size
-        self.part = self._values(PART_FILE, np.int32) if made else np.zeros(size, np.int64)
-        self.number = self._values(KEY_FILE, np.int64) if made else np.arange(first, first + size)
-
-    def _values(self, path: str, dtype: type[np.generic]) -> Ints:
-        with open_plain(os.path.join(self.source.stored.folder, path)) as file:
-            found = np.frombuffer(file.read(), dtype).astype(np.int64)
-        if len(found) != self.state.size:
-            raise Damaged(f"{self.source.stored.folder}: {path} is of {len(found)} trajectories, not {self.state.size}")
-        return found
-
-
 class EveryTrajectory(NamedTuple):
     """All that is read, in its order.
 
     Attributes:
-        shelves: the runs.
+        sources: the runs.
+        shelves: their buffers, of each of several ranks its own.
         parts: what names trajectories, in the order in which those of one number come.
         shelf, at: [n] which of the shelves each trajectory is of, and where it stands there.
         part, number: [n] what names it.
     """
 
+    sources: Sequence[Source]
     shelves: list[Shelved]
     parts: list[MadeOf]
     shelf: Ints
@@ -89,7 +62,7 @@ class EveryTrajectory(NamedTuple):
 
     @property
     def reads(self) -> list[Read]:
-        """What names the trajectories of each source."""
+        """What names the trajectories of each buffer."""
         return [Read(each.source, each.parts) for each in self.shelves]
 
     @property
@@ -105,11 +78,9 @@ def every_trajectory(sources: Sequence[Source]) -> EveryTrajectory:
         ConfigError: fields differ, or two runs have a trajectory in common.
         Damaged: something is missing or was changed.
     """
-    shelves = [Shelved(source) for source in sources]
-    check_columns(
-        "field", [(each.source.directory, each.state.columns) for each in shelves if each.state.columns is not None]
-    )
-    return EveryTrajectory(shelves, *named("trajectory", shelves))
+    shelves = [each for run, source in enumerate(sources) for each in shelves_of(source, run)]
+    check_columns("field", [(each.where, each.state.columns) for each in shelves if each.state.columns is not None])
+    return EveryTrajectory(sources, shelves, *named("trajectory", shelves))
 
 
 class _Part(NamedTuple):
@@ -137,24 +108,20 @@ class _Part(NamedTuple):
         return found
 
     def whole_segments(self) -> dict[int, list[SegmentInfo]]:
-        """Return by shelf the segments of which every trajectory is here, under its number."""
+        """Return by run the segments of which every trajectory is here, under the number that it was written by."""
         every = self.every
-        found: dict[int, list[SegmentInfo]] = {}
-        kept: dict[tuple[int, SegmentKey], int] = {}
+        kept, there = Counter[tuple[int, SegmentKey]](), Counter[tuple[int, SegmentKey]]()
         for place, number in zip(self.places.tolist(), self.numbers.tolist(), strict=True):
-            of = int(every.shelf[place])
-            block = every.shelves[of].blocks[int(every.at[place])]
+            shelf = every.shelves[int(every.shelf[place])]
+            block = shelf.blocks[int(every.at[place])]
             if block.first == number:
-                key = of, block.segment_key
-                kept[key] = kept.get(key, 0) + 1
-        for number, shelf in enumerate(every.shelves):
-            there: dict[SegmentKey, int] = {}
-            for block in shelf.blocks:
-                there[block.segment_key] = there.get(block.segment_key, 0) + 1
-            infos = {segment_key(info.name): info for info in shelf.source.stored.manifest.segments}
-            found[number] = [
-                infos[each] for each, count in there.items() if each in infos and kept.get((number, each)) == count
-            ]
+                kept[shelf.run, block.segment_key] += 1
+        for shelf in every.shelves:
+            there.update((shelf.run, block.segment_key) for block in shelf.blocks)
+        found: dict[int, list[SegmentInfo]] = {}
+        for run, source in enumerate(every.sources):
+            infos = [(run, segment_key(info.name), info) for info in source.stored.manifest.segments]
+            found[run] = [info for run, key, info in infos if 0 < there[run, key] == kept[run, key]]
         return found
 
 
@@ -169,7 +136,7 @@ def told_of(every: EveryTrajectory, taken: Ints, directory: str) -> Made:
         rows=sum(info.num_samples for _, info, _, _ in each),
         bytes=sum(block.length for _, _, block, _ in each),
         renumbered=sum(info.trajectory_id != number for _, info, _, number in each),
-        left_out=left_out_of(shelf.source for shelf in every.shelves),
+        left_out=left_out_of(every.sources),
         made_of=every.parts,
     )
 
@@ -205,19 +172,15 @@ class _Writer:
     def __init__(self, output: Output, part: _Part, tool: str, wrote: Callable[[int], None], descent: Descent) -> None:
         self._output, self._part, self._tool, self._wrote, self._descent = output, part, tool, wrote, descent
         self._layout = Layout(output.folder)
-        every = part.every
-        whole = part.whole_segments()
-        by_tag: dict[int, int] = {}
-        for shelf, infos in whole.items():
-            tag = every.shelves[shelf].source.tag
-            by_tag[tag] = by_tag.get(tag, 0) + sum(info.bytes for info in infos)
+        sources, whole = part.every.sources, part.whole_segments()
+        by_tag = Counter[int]()
+        for at, infos in whole.items():
+            by_tag[sources[at].tag] += sum(info.bytes for info in infos)
         tag = max(by_tag, key=lambda tag: by_tag[tag], default=0)
-        like = next((each.source.run_id for each in every.shelves if each.source.tag == tag), "")
-        run = related_run(like) if by_tag.get(tag, 0) else None
+        like = next((each.run_id for each in sources if each.tag == tag), "")
+        run = related_run(like) if by_tag[tag] else None
         self._run = self._layout.create_folders(output.files, run)
-        self._whole = {
-            shelf: infos for shelf, infos in whole.items() if run is not None and every.shelves[shelf].source.tag == tag
-        }
+        self._whole = {at: infos for at, infos in whole.items() if run is not None and sources[at].tag == tag}
         self._segments = SegmentWriter(self._layout, output.files, self._run.tag, incarnation=_OWN)
         self._linked: dict[tuple[int, SegmentKey], SegmentKey] = {}
         self._infos: list[SegmentInfo] = []
@@ -254,12 +217,12 @@ class _Writer:
     def _link(self) -> int:
         """Take whole segments over; return the bytes of payloads in those that are linked."""
         linked = number = 0
-        for shelf, infos in self._whole.items():
-            source, names = self._part.every.shelves[shelf].source, {}
+        for at, infos in self._whole.items():
+            source, names = self._part.every.sources[at], {}
             for info in infos:
                 number += 1
                 key = (_LINKED, 0, number)
-                self._linked[shelf, segment_key(info.name)] = key
+                self._linked[at, segment_key(info.name)] = key
                 names[info.name] = segment_name(key)
                 self._infos.append(SegmentInfo(name=segment_name(key), bytes=info.bytes, sealed=True))
             linked += take_segments(source, infos, self._layout, self._output.files, names)
@@ -273,19 +236,16 @@ class _Writer:
 
     def _payloads(self) -> list[Block]:
         """Write what is not taken over, and return where everything lies."""
-        blocks, every = [], self._part.every
-        schema = every.schema
+        blocks, schema = [], self._part.every.schema
         blobs = None if schema is None else BlobLayout(schema)
-        place = {id(shelf): number for number, shelf in enumerate(every.shelves)}
         for shelf, info, block, number in self._part.each():
-            key = self._linked.get((place[id(shelf)], block.segment_key))
+            key = self._linked.get((shelf.run, block.segment_key))
             if key is not None:
                 blocks.append(Block(number, 1, *key, block.offset, block.length))
             else:
                 assert blobs is not None
-                payload: bytes | memoryview = shelf.held.payload(block)
-                blobs.decode(payload, info, shelf.held.where(block))
-                if info.trajectory_id != number:
+                payload: bytes | memoryview = shelf.payload(blobs, info, block)
+                if block.first != number:
                     payload = renumbered(blobs, payload, msgspec.structs.replace(info, trajectory_id=number))
                 blocks.append(self._segments.payload(payload, number, 1))
             self._wrote(block.length)

@@ -12,10 +12,19 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
 from pipeline.checkpoint.generations import Stored, choose, find_generations
-from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, REPLAY, SHARDS, TRAJECTORIES, MadeOf
+from pipeline.checkpoint.manifest import (
+    OWN_FOLDER,
+    PIPELINE,
+    PIPELINE_RANKS,
+    REPLAY,
+    SHARDS,
+    TRAINER_FOLDER,
+    TRAJECTORIES,
+    TRAJECTORY_SHARDS,
+    MadeOf,
+)
 from pipeline.errors import ConfigError, NotARun
 from pipeline.store.layout import Layout
-from pipeline.tools.target import not_trajectories_of_ranks
 
 Ints = np.ndarray
 Path: TypeAlias = str | os.PathLike[str]
@@ -27,10 +36,11 @@ KINDS = {
     REPLAY: "a replay buffer",
     SHARDS: "a buffer of ranks",
     TRAJECTORIES: "a buffer of trajectories",
+    TRAJECTORY_SHARDS: "a buffer of trajectories of ranks",
 }
 
 
-_OF_ONE = {SHARDS: REPLAY, PIPELINE_RANKS: PIPELINE}
+_OF_ONE = {SHARDS: REPLAY, PIPELINE_RANKS: PIPELINE, TRAJECTORY_SHARDS: TRAJECTORIES}
 
 
 class Source(NamedTuple):
@@ -67,7 +77,6 @@ def open_source(directory: str | os.PathLike[str], step: int | None = None) -> S
         NotARun: there is no run.
         StoreError: there is no such generation.
         Damaged: its manifest is.
-        UsageError: it is of trajectories that several ranks have.
     """
     path = os.fspath(directory)
     layout = Layout(path)
@@ -75,7 +84,6 @@ def open_source(directory: str | os.PathLike[str], step: int | None = None) -> S
     if run is None:
         raise NotARun(f"{path}: there is no run of forebay")
     stored = choose(find_generations(layout, run.run_id), step, path)
-    not_trajectories_of_ranks(stored.manifest, path)
     return Source(path, layout, run.run_id, run.tag, stored)
 
 
@@ -124,9 +132,11 @@ def identity(part: MadeOf) -> tuple[str, int]:
 
 def left_out_of(sources: Iterable[Source]) -> dict[str, str]:
     """Return what is not taken over of what the trainer had attached, and why."""
-    names = {name for source in sources for name in source.stored.manifest.attached}
+    manifests = [source.stored.manifest for source in sources]
+    names = {f"{TRAINER_FOLDER}/{name}.safetensors" for each in manifests for name in each.attached}
+    own = {f"{OWN_FOLDER}/{name}.safetensors" for each in manifests for shard in each.shards for name in shard.own}
     why = "state of the trainer, which is neither merged nor split"
-    return {f"trainer/{name}.safetensors": why for name in sorted(names)}
+    return dict.fromkeys(sorted(names), why) | dict.fromkeys(sorted(own), f"{why}, as a rank had it for itself")
 
 
 def counted(parts: Sequence[MadeOf], of: Ints) -> list[MadeOf]:

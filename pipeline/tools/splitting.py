@@ -173,8 +173,8 @@ def _parts_of_trajectories(every: EveryTrajectory, how: SplitBy, source: Source)
     if how.where is not None:
         raise ConfigError.of("where", how.where, "of trajectories, count, fraction and by='version' are there")
     if how.by == "version":
-        shelf = every.shelves[0]
-        return _by_name([shelf.infos[at].model_weights_id for at in every.at.tolist()], how.by)
+        places = zip(every.shelf.tolist(), every.at.tolist(), strict=True)
+        return _by_name([every.shelves[shelf].infos[at].model_weights_id for shelf, at in places], how.by)
     first = np.zeros(len(every.at), bool)
     first[: how.first(len(first))] = True
     return {"first": first, "rest": ~first}

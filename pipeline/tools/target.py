@@ -6,15 +6,9 @@ import os
 from typing import NamedTuple
 
 from pipeline.checkpoint.generations import Found, Stored, choose, find_generations
-from pipeline.checkpoint.manifest import (
-    MANIFEST_FILE,
-    SHARDS_FOLDER,
-    TRAJECTORY_SHARDS,
-    Manifest,
-    decode_manifest,
-)
+from pipeline.checkpoint.manifest import MANIFEST_FILE, SHARDS_FOLDER, decode_manifest
 from pipeline.checkpoint.survey import identify
-from pipeline.errors import NotARun, UsageError
+from pipeline.errors import NotARun
 from pipeline.store.files import open_plain
 from pipeline.store.frames import HEADER_BYTES, decode_header
 from pipeline.store.layout import RUN_FILE, Layout, RunFile
@@ -46,20 +40,6 @@ class Target(NamedTuple):
     def whole_run(self) -> bool:
         """Whether the run that it is of is there."""
         return os.path.lexists(self.layout.run_file)
-
-
-def not_trajectories_of_ranks(manifest: Manifest, path: str) -> None:
-    """Raise if a generation is of trajectories that ranks have: only a resume puts these together.
-
-    Raises:
-        UsageError: it is.
-    """
-    if manifest.kind == TRAJECTORY_SHARDS:
-        raise UsageError(
-            f"{path}: a run of trajectories of {manifest.world_size} ranks. Inspect, verify, status, sample and export "
-            "read it; only resume() shares them out anew: with TrajectoryBuffer(..., ranks=) of another number of "
-            "ranks, or with rebalance=True"
-        )
 
 
 def find_target(path: str | os.PathLike[str], *, step: int | None = None) -> Target:
