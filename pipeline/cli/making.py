@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
-from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, PIPELINE_RANKS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.cli.terminal import USAGE, Terminal, make_parser, run_command
 from pipeline.cli.words import printable
 from pipeline.errors import UsageError
@@ -20,6 +20,12 @@ EXITS = """\
 2    the command line is wrong, asks for what cannot be, or names what is no run: nothing was written
 130  stopped by Ctrl-C; nothing of it stays
 """
+_UNITS = {
+    TRAJECTORIES: "trajectories",
+    TRAJECTORY_SHARDS: "trajectories",
+    PIPELINE: "groups",
+    PIPELINE_RANKS: "groups",
+}
 
 
 def parser_of(name: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -60,14 +66,14 @@ def carry_out(name: str, given: argparse.Namespace, do: Callable[[Told | None], 
 def lines(made: Made, *, dry: bool) -> Iterator[str]:
     """Yield what is printed for a person."""
     yield f"{made.directory}: {'would be ' if dry else ''}{made.kind}, step {made.step}"
-    what = {TRAJECTORIES: "trajectories", PIPELINE: "groups", PIPELINE_RANKS: "groups"}.get(made.kind, "episodes")
+    what = _UNITS.get(made.kind, "episodes")
     rows = "rollouts" if what == "groups" else "rows"
     units = f"{made.units} {what}, " if made.capacity is None else ""  # rows of pools go by themselves
     yield f"  holds     {units}{made.rows} {rows}, {made.bytes} bytes"
     if made.capacity is not None:
         yield f"  built     with capacity={made.capacity}: a buffer goes on with it that has the same"
-    if made.kind in (SHARDS, PIPELINE_RANKS):
-        each = rows if made.kind == SHARDS else what
+    if made.kind in (*OF_SHARDS, PIPELINE_RANKS):
+        each = rows if made.kind in OF_SHARDS else what
         yield f"  ranks     {len(made.shards)}; {each} of each: {', '.join(map(str, made.shards))}"
     if made.linked:
         yield f"  linked    {made.linked} bytes, of files that the source has too"

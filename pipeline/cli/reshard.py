@@ -9,8 +9,8 @@ from pipeline.cli.making import add_common, carry_out, parser_of
 from pipeline.tools import reshard
 
 DESCRIPTION = """\
-Write the buffer of transitions of one process, or of M ranks, as that of N ranks, each of which then takes its own part
-back. The plan is that of resume() on N ranks: whole episodes, the oldest first, each to the rank that has the fewest
+Write the buffer of one process, or of M ranks, as that of N ranks, each of which then takes its own part back. The plan
+is that of resume() on N ranks: whole episodes or trajectories, the oldest first, each to the rank that has the fewest
 rows by then. As many ranks as before keep what they have, bit for bit. The run is only read. What the trainer had
 attached comes along. Of a pipeline, all that was claimed and has not ended is shared out likewise, by turns.
 """
@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--to", type=int, metavar="N", required=True, help="how many ranks there will be")
     made.add_argument("--out", metavar="OUT", required=True, help="folder of the new run, absent or empty")
     made.add_argument("--step", type=int, metavar="STEP", help="read the newest generation of this step")
-    made.add_argument("--capacity", type=int, metavar="ROWS", help="rows that a rank has room for; all, if not said")
-    made.add_argument("--evict-oldest", action="store_true", help="let the oldest episodes go where there is no room")
-    made.add_argument("--rebalance", action="store_true", help="share episodes out anew though the ranks are as many")
+    made.add_argument(
+        "--capacity", type=int, metavar="N", help="rows, or trajectories, that a rank has room for; all, if not said"
+    )
+    made.add_argument("--evict-oldest", action="store_true", help="let the oldest go where there is no room for all")
+    made.add_argument("--rebalance", action="store_true", help="share all out anew though the ranks are as many")
     return add_common(made)

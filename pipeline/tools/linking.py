@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pipeline.errors import Damaged
 from pipeline.store.files import FilesLike, open_plain
@@ -39,6 +39,7 @@ def take_segments(
     layout: Layout,
     files: FilesLike,
     names: Mapping[str, str] | None = None,
+    taken: Callable[[int], None] | None = None,
 ) -> int:
     """Have segments of a run in a new one: by link, or by copy where that cannot be, or where somebody may still write
     in one. Returns how many bytes are linked.
@@ -48,6 +49,7 @@ def take_segments(
         infos: the segments.
         layout, files: the new run, and the file layer.
         names: what they are called there; None: what they are called here.
+        taken: told of the bytes of each.
 
     Raises:
         Damaged: one is missing or too short.
@@ -67,6 +69,8 @@ def take_segments(
             linked += info.bytes
         else:
             _copy(files, path, target, info.bytes)
+        if taken is not None:
+            taken(info.bytes)
     files.sync_directory(layout.segments)
     return linked
 

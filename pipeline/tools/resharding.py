@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
@@ -17,7 +15,6 @@ from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.generations import GenerationWriter, check_generation
 from pipeline.checkpoint.listed import HEADLESS, OPEN
 from pipeline.checkpoint.manifest import (
-    OWN_FOLDER,
     PIPELINE,
     PIPELINE_RANKS,
     REPLAY,
@@ -40,19 +37,20 @@ from pipeline.replay.shards import ShardOnDisk, Shares, common_schema, part_of, 
 from pipeline.replay.state import BufferState, read_buffer_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile
-from pipeline.tools.kept_rows import RowsOnDisk, stored_parts
-from pipeline.tools.linking import life_after, related_run, take_segments
+from pipeline.tools.kept_rows import RowsOnDisk
+from pipeline.tools.linking import life_after
 from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.packing import PackedWriter
+from pipeline.tools.resharded import TOOL, as_it_was, manifest_of, own_left
 from pipeline.tools.resharding_groups import reshard_groups
+from pipeline.tools.resharding_trajectories import reshard_trajectories
 from pipeline.tools.routing import check_count
 from pipeline.tools.scattered import Heap, ScatteredRows
 from pipeline.tools.sources import KINDS, Source, open_source
 from pipeline.tools.writing import SegmentWriter, Wrote, committed
 
 Ints = np.ndarray
-TOOL = "reshard"
 
 
 def reshard(
@@ -68,8 +66,8 @@ def reshard(
     told: Told | None = None,
     files: FilesLike | None = None,
 ) -> Made:
-    """Write a buffer of transitions, or a pipeline, anew, for ``to`` ranks: each then takes its own part back, as if
-    they had saved it. Blocks; the run is only read.
+    """Write a buffer, or a pipeline, anew, for ``to`` ranks: each then takes its own part back, as if they had saved
+    it. Blocks; the run is only read.
 
     ::
 
@@ -79,12 +77,12 @@ def reshard(
     trainer had attached comes along. Of a pipeline everything does that was claimed and has not ended.
 
     Args:
-        run: the run of a ``ReplayBuffer`` or of a ``Pipeline``, of ranks or of one process.
+        run: the run of a ``ReplayBuffer``, of a ``TrajectoryBuffer`` or of a ``Pipeline``, of ranks or of one process.
         out: where the new run goes; absent or empty.
         to: how many ranks there will be.
         step: take the newest generation of this step.
-        capacity: of a buffer: how many rows a rank has room for; None: for all that come to it.
-        evict_oldest: of a buffer: whether the oldest episodes go where there is no room for all.
+        capacity: of a buffer: how many rows, or trajectories, a rank has room for; None: for all that come to it.
+        evict_oldest: of a buffer: whether the oldest episodes, or trajectories, go where there is no room for all.
         rebalance: whether everything is shared out anew though there are as many ranks as before.
         dry_run, told, files: as :func:`~pipeline.tools.merge` takes them.
 
@@ -101,9 +99,25 @@ def reshard(
         return reshard_groups(source, outputs, to, rebalance=rebalance, dry_run=dry_run, told=told)
     check_ranks("to", to)
     check_generation(source.stored)  # what the trainer had attached comes along as it lies there
+    how: dict[str, Any] = {"capacity": capacity, "rebalance": rebalance, "evict": evict_oldest}
+    of_rows = source.kind in (REPLAY, SHARDS)
+    return (_reshard_rows if of_rows else reshard_trajectories)(source, outputs, to, **how, dry_run=dry_run, told=told)
+
+
+def _reshard_rows(
+    source: Source,
+    outputs: Outputs,
+    to: int,
+    *,
+    capacity: int | None,
+    rebalance: bool,
+    evict: bool,
+    dry_run: bool,
+    told: Told | None,
+) -> Made:
     if source.kind == SHARDS and source.stored.manifest.world_size == to and not rebalance:
-        return _as_it_was(source, outputs, dry_run=dry_run)
-    job = Job(source, _shards(source), to, capacity, rebalance=rebalance, evict=evict_oldest)
+        return as_it_was(source, outputs, dry_run=dry_run, told=told)
+    job = Job(source, _shards(source), to, capacity, rebalance=rebalance, evict=evict)
     return job.told(outputs.each[0].directory) if dry_run else job.made(outputs, told)
 
 
@@ -114,8 +128,8 @@ def _check_kind(source: Source, capacity: int | None, *, evict: bool) -> None:
             if given:
                 text = f"{source.directory}: the run of {kind}, whose ranks hold all that was drawn; leave it out"
                 raise ConfigError(text, option=option)
-    elif source.kind not in (REPLAY, SHARDS):
-        text = f"{source.directory}: the run of {kind}; ranks share transitions and rollouts"
+    elif source.kind not in KINDS:
+        text = f"{source.directory}: holds {kind!r}, which this version does not know"
         raise ConfigError(text, option="run")
 
 
@@ -195,9 +209,7 @@ class Job:
         """Return what is made."""
         manifest, evicted = self.source.stored.manifest, self.shares.plan.evicted
         blocks = [block for each in self.shards for block in each.needed()]
-        notes = dict(self.selected().left_out)
-        for name in sorted({name for each in manifest.shards for name in each.own}):
-            notes[f"{OWN_FOLDER}/{name}.safetensors"] = "what a rank had attached for itself, and the ranks are others"
+        notes = self.selected().left_out | own_left(self.source)
         if evicted:
             what = "rows" if self.pooled else "episodes"
             notes[what] = f"no room for the {len(evicted)} oldest, {self.shares.plan.evicted_steps} rows"
@@ -254,7 +266,7 @@ class Job:
 
     def manifest(self, shards: list[ShardInfo], directory: str, left_out: dict[str, str]) -> Manifest:
         """Return what the generation says."""
-        return _manifest(self.source, shards, directory, left_out, self.reason)
+        return manifest_of(self.source, shards, directory, left_out, self.reason)
 
     def handed(self, files: FilesLike, told: Told | None) -> Iterator[tuple[int, SomeRows]]:
         """Yield ranks, and the rows of blocks that come to each; afterwards :attr:`gone` says what could not be read.
@@ -366,66 +378,3 @@ class _Target(NamedTuple):
         """Return what writes a rank's part."""
         segments = SegmentWriter(self.layout, self.files, self.run.tag, incarnation=self.life, rank=rank)
         return PackedWriter(self.files, self.generation, segments, shard_prefix(rank), extras, nexts)
-
-
-def _manifest(
-    source: Source, shards: list[ShardInfo], directory: str, left_out: dict[str, str], reason: str = TOOL
-) -> Manifest:
-    before = source.stored.manifest
-    return Manifest(
-        step=before.step,
-        reason=reason,
-        world_size=len(shards),
-        shards=shards,
-        attached=before.attached,
-        external=before.external,
-        options={**before.options, "directory": directory},
-        left_out={**before.left_out, **left_out},
-        made_of=[source.part()],
-    )
-
-
-def _states(source: Source) -> list[BufferState]:
-    return [read_buffer_state(stored.folder)[0] for stored, _ in stored_parts(source)]
-
-
-def _as_it_was(source: Source, outputs: Outputs, *, dry_run: bool) -> Made:
-    """Each rank keeps its shard."""
-    before, pools = source.stored.manifest, [state for state in _states(source) if state.remove != "fifo"]
-    total = sum(info.live if info.live >= 0 else info.bytes for info in before.segments)
-
-    def told(directory: str, run_id: str = "", linked: int = 0) -> Made:
-        return Made(
-            directory=directory,
-            kind=SHARDS,
-            run_id=run_id,
-            step=before.step,
-            units=sum(each.held if pools else each.episodes for each in before.shards),
-            rows=sum(each.held for each in before.shards),
-            shards=[each.held for each in before.shards],
-            capacity=pools[0].capacity if pools else None,
-            bytes=total,
-            linked=min(linked, total),
-            made_of=[source.part()],
-        )
-
-    if dry_run:
-        return told(outputs.each[0].directory, linked=total)
-    with outputs:
-        output = outputs.each[0]
-        layout = Layout(output.folder)
-        came = ways_after(source.layout, source.run_id, before)
-        run = layout.create_folders(output.files, related_run(source.run_id), came)
-        linked = take_segments(source, before.segments, layout, output.files)
-        generation = GenerationWriter(layout, output.files, 0)
-        files = [(os.path.join(source.stored.folder, info.path), info) for info in before.files]
-        generation.begin_with((), files)
-        life = life_after(source.layout, before.incarnation)
-        with contextlib.closing(SegmentWriter(layout, output.files, run.tag, incarnation=life)) as segments:
-            wrote = segments.finish(time.time(), TOOL)
-        wrote = wrote._replace(segments=[msgspec.structs.replace(info, sealed=True) for info in before.segments])
-        manifest = _manifest(source, list(before.shards), output.directory, {})
-        committed(generation, [wrote], manifest, run, kind=SHARDS)
-        layout.write_marker(output.files, run)
-        outputs.finish()
-    return told(output.directory, run.run_id, linked)

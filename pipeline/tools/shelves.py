@@ -19,11 +19,10 @@ import numpy as np
 from pipeline.buffer.transitions.blocks import blob_head, stored_name
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.checkpoint.generations import GenerationWriter
-from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAJECTORIES, MadeOf, Manifest
+from pipeline.checkpoint.manifest import TRAJECTORIES, MadeOf, Manifest
 from pipeline.replay.flattening import TrajectoryInfo
-from pipeline.replay.state import encode_state
 from pipeline.replay.trajectory_blobs import BlobLayout
-from pipeline.replay.trajectory_state import STATE_FILE, TrajectoryState
+from pipeline.replay.trajectory_state import TrajectoryState
 from pipeline.store.codec import ITEM_KEY
 from pipeline.store.layout import Layout, SegmentKey, segment_key, segment_name, write_file
 from pipeline.store.segments import Block, SegmentInfo
@@ -32,6 +31,7 @@ from pipeline.tools.linking import related_run, take_segments
 from pipeline.tools.made import Made
 from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.related import Descent, Read
+from pipeline.tools.shelf_files import add_shelf
 from pipeline.tools.shelved import Shelved, shelves_of
 from pipeline.tools.sources import Source, check_columns, counted, left_out_of, named
 from pipeline.tools.writing import SegmentWriter, committed
@@ -253,31 +253,16 @@ class _Writer:
 
     def _files(self, generation: GenerationWriter, blocks: Sequence[Block]) -> None:
         part, every = self._part, self._part.every
-        infos = [info for _, info, _, _ in part.each()]
-        weights = list(dict.fromkeys(info.model_weights_id for info in infos))
-        point = {name: number for number, name in enumerate(weights)}
         schema = every.schema
         state = TrajectoryState(
             columns=None if schema is None else list(schema.columns),
-            size=len(infos),
-            total_samples=sum(info.num_samples for info in infos),
-            trajectory_counter=int(part.numbers[-1]) + 1 if len(infos) else 0,
+            trajectory_counter=int(part.numbers[-1]) + 1 if len(part.numbers) else 0,
             sample_window_size=every.shelves[0].state.sample_window_size,
-            weights=weights,
         )
         unknown: dict[str, Any] = {}
         for each in reversed(every.shelves):
             unknown |= each.unknown
-        generation.add(STATE_FILE, encode_state(state, unknown))
-        generation.add(BLOCKS_FILE, msgspec.msgpack.encode(list(blocks)))
-        table = {
-            "steps": [info.shape[0] for info in infos],
-            "envs": [info.shape[1] for info in infos],
-            "max_episode_length": [info.max_episode_length for info in infos],
-            "model_weights_id": [point[info.model_weights_id] for info in infos],
-        }
-        for name, values in table.items():
-            generation.add(f"values/{name}.int64", np.array(values, np.int64).tobytes())
+        add_shelf(generation, "", state, unknown, [info for _, info, _, _ in part.each()], blocks)
         generation.add(PART_FILE, every.part[part.places].astype(np.int32).tobytes())
         generation.add(KEY_FILE, every.number[part.places].astype(np.int64).tobytes())
 

@@ -25,6 +25,7 @@ from tests.support.disk import ScriptedFiles, no_space
 from tests.support.keeping import digest, merge_and_die, play
 from tests.support.rank_runs import killed
 from tests.support.trajectories import trajectory
+from tests.unit.test_trajectory_ranks import save_some
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
 Tool = Callable[[Path, Path, FilesLike | None], None]
@@ -54,6 +55,14 @@ def of_ranks(source: Path, out: Path, files: FilesLike | None = None) -> None:
     reshard(source / "g", out / "g", 3, files=files)
 
 
+def shelves(source: Path, out: Path, files: FilesLike | None = None) -> None:
+    merge([source / "ts"], out / "ts", files=files)
+
+
+def reshelves(source: Path, out: Path, files: FilesLike | None = None) -> None:
+    reshard(source / "ts", out / "ts3", 3, files=files)
+
+
 TOOLS: dict[str, tuple[Tool, list[str]]] = {
     "merge": (merges, ["m"]),
     "split": (splits, ["x", "y"]),
@@ -61,6 +70,8 @@ TOOLS: dict[str, tuple[Tool, list[str]]] = {
     "reshard": (reshards, ["r"]),
     "link": (links, ["t"]),
     "groups": (of_ranks, ["g"]),
+    "shelves": (shelves, ["ts"]),
+    "reshard by link": (reshelves, ["ts3"]),
 }
 
 
@@ -73,6 +84,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         buffer.resume()
         buffer.add_trajectories([trajectory(number) for number in range(3)])
         buffer.save(1, wait=True)
+    save_some(folder / "ts", 2, 3)
     shutil.move(killed(folder / "lives", 2), folder / "g")
     shutil.rmtree(folder / "lives")
     before = digest(folder)

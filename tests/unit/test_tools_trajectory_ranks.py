@@ -13,7 +13,7 @@ from pipeline import TrajectoryBuffer
 from pipeline.checkpoint import verify
 from pipeline.cli import main
 from pipeline.errors import ConfigError, UsageError
-from pipeline.tools import inspect, reshard, salvage_run, sample_run, show_item
+from pipeline.tools import inspect, salvage_run, sample_run, show_item
 from pipeline.tools.exporting import export
 from pipeline.tools.importing import import_data
 from tests.support.kept import fingerprint
@@ -81,8 +81,6 @@ def test_all_of_them_are_exported_in_the_order_of_their_age_and_imported_as_one_
 def test_what_cannot_be_done_yet_is_refused(tmp_path: Path) -> None:
     before = fingerprint(RUN)
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"the run of a buffer of trajectories of ranks; ranks share transitions"):
-        reshard(RUN, out, to=2)
     with pytest.raises(UsageError, match="buffer of trajectories of ranks"):
         salvage_run(RUN, out)
     assert not out.exists()
