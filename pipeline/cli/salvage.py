@@ -13,13 +13,20 @@ from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.verify import bytes_to_verify
 from pipeline.cli.terminal import Terminal, aside, make_parser, run_command
 from pipeline.cli.words import counted
-from pipeline.tools.salvaging import SalvagedBuffer, SalvagedRows, SalvagedShards, SalvagedTrajectories, salvage_run
+from pipeline.tools.salvaging import (
+    SalvagedBuffer,
+    SalvagedRows,
+    SalvagedShards,
+    SalvagedTrajectories,
+    SalvagedTrajectoryShards,
+    salvage_run,
+)
 
 DONE = 0
 DESCRIPTION = """\
-Write everything that is whole of a damaged run into a new run, and list what is not: of a run of rollouts, of one
-process or of ranks, or of a buffer of transitions (of all its shards) or trajectories. The damaged run is only read; no
-other process may write in it meanwhile. The new one appears when it is complete.
+Write everything that is whole of a damaged run into a new run, and list what is not: of a run of rollouts, or of a
+buffer of transitions or trajectories, of one process or of ranks. The damaged run is only read; no other process may
+write in it meanwhile. The new one appears when it is complete.
 """
 EXAMPLE = "forebay salvage runs/a runs/a-salvaged --dry-run"
 EXITS = """\
@@ -93,12 +100,12 @@ def _kept(found: Salvaged | SalvagedBuffer) -> list[tuple[str, str]]:
     if isinstance(found, Salvaged):
         return _rollouts(found)
     lost = f"{found.rows_lost:,} are lost"
+    kept = counted(found.rows_kept, "row")
     if isinstance(found, SalvagedTrajectories):
         lost = f"{found.trajectories_lost:,} with {counted(found.rows_lost, 'row')} are lost"
-        kept = counted(found.trajectories_kept, "trajectory", "trajectories")
-        return [("kept", f"{kept} with {counted(found.rows_kept, 'row')}, and {lost}")]
-    shown = [("kept", f"{counted(found.rows_kept, 'row')}, and {lost}")]
-    if isinstance(found, SalvagedShards):
+        kept = f"{counted(found.trajectories_kept, 'trajectory', 'trajectories')} with {kept}"
+    shown = [("kept", f"{kept}, and {lost}")]
+    if isinstance(found, (SalvagedShards, SalvagedTrajectoryShards)):
         ranks = ", ".join(f"{rank}: {rows:,}" for rank, rows in enumerate(found.shards))
         shown.append(("ranks", ranks + "".join(f"; the shard of rank {rank} is lost" for rank in found.shards_lost)))
     if isinstance(found, (SalvagedRows, SalvagedShards)) and found.episodes_split:

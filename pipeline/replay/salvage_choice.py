@@ -7,15 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from pipeline.checkpoint import lost
-from pipeline.checkpoint.generations import Stored, check_generation, check_listed, find_generations
+from pipeline.checkpoint.generations import Stored, check_listed, find_generations
 from pipeline.checkpoint.losses import Loss
-from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, SHARDS_FOLDER, TRAINER_FOLDER, Manifest, shard_prefix
+from pipeline.checkpoint.manifest import OF_SHARDS, OWN_FOLDER, SHARDS_FOLDER, TRAINER_FOLDER, Manifest, shard_prefix
 from pipeline.checkpoint.survey import identify
 from pipeline.errors import Damaged, ForebayError, StoreError, UsageError
-from pipeline.replay.folder_verbs import FolderVerbs
 from pipeline.store.layout import Layout
 
 
@@ -93,7 +90,7 @@ def of_trainer(path: str) -> bool:
 def _stated(manifest: Manifest, faults: Mapping[str, Exception]) -> bool:
     """Whether a generation says how the buffer stood; of shards, one of them is enough."""
     wrong = [path for path in faults if not of_trainer(path)]
-    if manifest.kind != SHARDS:
+    if manifest.kind not in OF_SHARDS:
         return not wrong
     hurt = {"/".join(path.split("/")[:2]) + "/" for path in wrong}
     return bool({shard_prefix(shard.rank) for shard in manifest.shards} - hurt)
@@ -122,43 +119,6 @@ def _choose(
 def salvage_notes(chosen: Chosen) -> dict[str, str]:
     """Return which files the new generation leaves out, and why."""
     return {path: f"damaged when the run was salvaged: {why}" for path, why in chosen.left_out.items()}
-
-
-def commit_salvaged(buffer: FolderVerbs, chosen: Chosen, *, origin: str, called: str) -> str:
-    """Save a buffer, which holds what is whole, as the first generation of its run, with the trainer's files. Returns
-    the run's id.
-
-    Args:
-        buffer: with a directory, which will be called ``called``.
-        chosen: what it was read from.
-        origin: run id and generation of that.
-        called: what the directory will be called.
-
-    Raises:
-        WriteFailed: it could not be written.
-        Damaged: a file of the trainer's was whole a moment ago.
-    """
-    manifest = chosen.stored.manifest
-    trainer = [info for info in manifest.files if info.path.startswith(TRAINER_FOLDER + "/")]
-    trainer = [info for info in trainer if info.path not in chosen.left_out]
-    names = {os.path.splitext(os.path.basename(info.path))[0] for info in trainer}
-    like = Stored(chosen.stored.folder, msgspec.structs.replace(manifest, files=trainer))
-    saver: Any = buffer._saver
-    store = saver.begin()
-    generation = store.begin(manifest.step, (), [each for each in manifest.attached if each in names], like=like)
-    generation.manifest = msgspec.structs.replace(
-        generation.manifest,
-        reason="salvage",
-        origin=origin,
-        left_out=salvage_notes(chosen),
-        options={**manifest.options, "directory": called},
-        external=manifest.external,
-    )
-    with buffer.gate.lock:
-        job = saver._job(buffer._own)
-    check_generation(store.commit(generation, job, {}))  # it was copied from a disk that may have faults
-    run_id: str = store.folder.run_id
-    return run_id
 
 
 def payload_loss(layout: Layout, block: Any, error: Damaged, what: str) -> Loss:

@@ -9,15 +9,15 @@ import msgspec
 
 from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.losses import Loss, Salvaged
-from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
 from pipeline.checkpoint.salvage import check_target, salvage
 from pipeline.errors import ConfigError
-from pipeline.replay.salvaging_trajectories import SavedTrajectories, whole_trajectories, write_trajectories
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.tools.salvaging_buffers import SavedRows, salvage_rows
 from pipeline.tools.salvaging_shards import SavedShards, salvage_shards
+from pipeline.tools.salvaging_trajectories import SavedTrajectories, salvage_trajectories
 from pipeline.tools.target import RUN, Target, find_target
 
 
@@ -59,6 +59,15 @@ class SalvagedTrajectories(SalvagedBuffer, frozen=True, kw_only=True):
     trajectories_lost: int
 
 
+class SalvagedTrajectoryShards(SalvagedTrajectories, frozen=True, kw_only=True):
+    """Of a buffer of trajectories of several ranks."""
+
+    shards: list[int]
+    """Rows of each rank."""
+    shards_lost: list[int]
+    """Ranks whose shards cannot be read, which begin without trajectories."""
+
+
 class SalvagedShards(SalvagedBuffer, frozen=True, kw_only=True):
     """Of the buffer of several ranks."""
 
@@ -84,8 +93,8 @@ def salvage_run(
 
     Of a run of rollouts, of one process or of ranks: :func:`pipeline.checkpoint.salvage`. Of a buffer of transitions
     the rows of whole blocks come along, with their priorities, a bounded part of them in memory; so they do of the
-    buffer of several ranks, for as many ranks. Of a buffer of trajectories those come along that are whole; they are in
-    memory meanwhile.
+    buffer of several ranks, for as many ranks. Of a buffer of trajectories, of one process or of ranks, those come
+    along that are whole, one of them in memory at a time.
 
     Args:
         directory: the damaged run's.
@@ -109,13 +118,13 @@ def salvage_run(
     tell: Told = told or (lambda count: None)
     name = os.path.abspath(target if called is None else called)
     kind = "" if found.stored is None else found.stored.manifest.kind
-    if kind not in (REPLAY, TRAJECTORIES, SHARDS):
+    if kind not in (REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS):
         files = Rehearsal(tell) if rehearse else Counting(Copying(), tell)
         return salvage(directory, target, step=step, files=files, called=name)
     check_target(found.path, os.path.abspath(target))
     counting = Counting(Copying(), tell)
     made = _of_buffer(found, kind, os.path.abspath(target), step, name, counting, rehearse=rehearse)
-    if not rehearse and kind != SHARDS:  # which says it already
+    if not rehearse and kind == REPLAY:  # others say it already
         _note_source(found, Layout(os.path.abspath(target)), counting)
     return made
 
@@ -144,16 +153,8 @@ def _of_buffer(
             rows_lost=rows.missing,
             episodes_split=rows.split,
         )
-    saved = whole_trajectories(layout, step=step)
-    origin = f"{found.run.run_id}/{saved.chosen.stored.manifest.generation}"
-    run_id = "" if rehearse else write_trajectories(saved, target, origin=origin, called=called, files=files)
-    return SalvagedTrajectories(
-        **_common(saved, called, run_id, origin),
-        rows_kept=saved.rows_kept,
-        rows_lost=saved.rows_missing,
-        trajectories_kept=saved.kept,
-        trajectories_lost=saved.missing,
-    )
+    how: dict[str, Any] = {"step": step, "called": called, "files": files, "rehearse": rehearse}
+    return _of_trajectories(salvage_trajectories(layout, target, kind=kind, **how), kind, called)
 
 
 def _common(saved: SavedRows | SavedTrajectories | SavedShards, name: str, run_id: str, origin: str) -> dict[str, Any]:
@@ -180,3 +181,17 @@ def _of_shards(saved: SavedShards, name: str) -> SalvagedShards:
         shards_lost=saved.lost,
         episodes_split=saved.split,
     )
+
+
+def _of_trajectories(saved: SavedTrajectories, kind: str, name: str) -> SalvagedTrajectories:
+    fields = {
+        **_common(saved, name, saved.run_id, saved.origin),
+        "rows_kept": sum(each.rows for each in saved.shards),
+        "rows_lost": saved.rows_missing,
+        "trajectories_kept": saved.kept,
+        "trajectories_lost": saved.missing,
+    }
+    if kind == TRAJECTORIES:
+        return SalvagedTrajectories(**fields)
+    rows = [each.rows for each in saved.shards]
+    return SalvagedTrajectoryShards(**fields, shards=rows, shards_lost=saved.lost)

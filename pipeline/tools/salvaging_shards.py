@@ -6,7 +6,6 @@ where it is. A rank whose shard cannot be read begins without rows.
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +23,7 @@ from pipeline.replay.resharding import table_of
 from pipeline.replay.salvage_choice import (
     Chosen,
     choose_generation,
-    of_trainer,
     payload_loss,
-    salvage_notes,
     unfollowed_loss,
 )
 from pipeline.replay.shards import ShardOnDisk, read_shard
@@ -35,6 +32,7 @@ from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.tools.output import Output
 from pipeline.tools.resharding import Job
+from pipeline.tools.salvaged_files import Attached
 from pipeline.tools.sources import Source
 
 
@@ -69,7 +67,7 @@ class _Job(Job):
     partial = True
 
     def __init__(self, source: Source, chosen: Chosen, origin: str) -> None:
-        self._chosen, self._origin = chosen, origin
+        self._attached, self._origin = Attached(chosen), origin
         self.lost: list[int] = []
         manifest = source.stored.manifest
         shards = [self._shard(source, info) for info in manifest.shards]
@@ -93,38 +91,18 @@ class _Job(Job):
             self.lost.append(info.rank)
             return ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), [])
 
-    @property
-    def _own_goes(self) -> bool:
-        """Whether what ranks have attached for themselves comes along: that of all, or of none."""
-        return not any(f"/{OWN_FOLDER}/" in path for path in self._chosen.left_out)
-
     def files(self) -> list[tuple[str, FileInfo]]:
-        stored = self.source.stored
-        listed = [info for info in stored.manifest.files if of_trainer(info.path)]
-        own = [info for info in listed if f"/{OWN_FOLDER}/" in info.path]
-        listed = [info for info in listed if info not in own or self._own_goes]
-        listed = [info for info in listed if info.path not in self._chosen.left_out]
-        return [(os.path.join(stored.folder, info.path), info) for info in listed]
-
-    def notes(self) -> dict[str, str]:
-        """Return what does not come along."""
-        notes = salvage_notes(self._chosen)
-        own = {name for each in self.source.stored.manifest.shards for name in each.own}
-        if not self._own_goes:
-            why = "what a rank had attached for itself, and that of another one is damaged"
-            notes |= {f"{OWN_FOLDER}/{name}.safetensors": why for name in sorted(own)}
-        return notes
+        return self._attached.files()
 
     def manifest(self, shards: list[ShardInfo], directory: str, left_out: dict[str, str]) -> Manifest:
         before = self.source.stored.manifest
-        own = {each.rank: each.own if self._own_goes else [] for each in before.shards}
+        own = {each.rank: self._attached.own(each) for each in before.shards}
         self.written = [msgspec.structs.replace(each, own=own[each.rank]) for each in shards]
-        gone = {os.path.splitext(os.path.basename(path))[0] for path in self._chosen.left_out}
         return msgspec.structs.replace(
             super().manifest(self.written, directory, {}),
             origin=self._origin,
-            attached=[name for name in before.attached if name not in gone],
-            left_out={**before.left_out, **self.notes()},
+            attached=self._attached.names(),
+            left_out=self._attached.left_out(),
             made_of=[],
         )
 

@@ -11,7 +11,7 @@ import os
 import msgspec
 import numpy as np
 
-from pipeline.checkpoint.generations import check_generation
+from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, TRAJECTORY_SHARDS, MadeOf
 from pipeline.errors import Damaged
 from pipeline.replay.episode_ids import EpisodeTable, prefix_of
@@ -39,6 +39,15 @@ def trajectories_on_disk(source: Source) -> list[TrajectoriesOnDisk]:
     if source.kind == TRAJECTORY_SHARDS:
         return read_trajectory_shards(stored)
     check_generation(stored)
+    return [listed_alone(stored)]
+
+
+def listed_alone(stored: Stored) -> TrajectoriesOnDisk:
+    """Return what a generation of one process says of its trajectories, as if that were a rank.
+
+    Raises:
+        Damaged: it does not fit together.
+    """
     state, unknown, infos = read_infos(stored)
     blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), state)
     number = np.arange(state.trajectory_counter - state.size, state.trajectory_counter)
@@ -46,7 +55,7 @@ def trajectories_on_disk(source: Source) -> list[TrajectoriesOnDisk]:
     # One process names trajectories by their numbers alone: these come after each other in its lives.
     uid = prefix_of(stored.manifest.incarnation, 0) | number
     table = EpisodeTable(number, uid, number, rows, rows, np.zeros_like(rows))
-    return [TrajectoriesOnDisk(0, stored, state, unknown, infos, blocks, table)]
+    return TrajectoriesOnDisk(0, stored, state, unknown, infos, blocks, table)
 
 
 class Shelved:

@@ -87,6 +87,16 @@ def test_a_replay_buffer_is_salvaged_in_pieces(run_directory: str, what: str) ->
     assert found["hurt"] <= 64
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trajectories_are_salvaged_one_by_one(run_directory: str, ranks: int) -> None:
+    """256 MiB of them, of 4 MiB each, of one process and of ranks."""
+    found = measure("salvage trajectories", run_directory, ranks)
+    assert found["kept whole"] == SIZE // 4
+    assert found["kept hurt"] == SIZE // 4 - 1
+    assert found["whole"] <= 64
+    assert found["hurt"] <= 64
+
+
 def test_calls_of_a_replay_buffer_leave_nothing_behind(run_directory: str) -> None:
     """A hundred thousand under ``make soak``."""
     found = measure("calls", run_directory, CALLS)

@@ -15,6 +15,7 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ import anyio
 import numpy as np
 import torch
 
-from pipeline import Context, Item, Pipeline, ReplayBuffer, Rollout
+from pipeline import Context, Item, Pipeline, Ranks, ReplayBuffer, Rollout, TrajectoryBuffer
 from pipeline.store.files import OsFiles
 from pipeline.testing import VirtualClockLoop
 from pipeline.tools import SalvagedRows, salvage_run
+from pipeline.tools.salvaging import SalvagedTrajectories
 from tests.support.crashes import Trained, begin, inline_pipeline
+from tests.support.ranks import at_once, fine, ranks_of
 from tests.support.runs import pipeline, task
 from tests.support.salvaging import flip
 
@@ -190,6 +193,32 @@ def of_a_salvage(directory: str, row_bytes: int, options: dict[str, Any]) -> dic
     return found
 
 
+def of_a_salvage_of_trajectories(directory: str, size: int) -> dict[str, float]:
+    """The growth at the highest while trajectories of 4 MiB are salvaged, those of one process or of ranks, of which
+    all are whole, and of which some are not."""
+    found: dict[str, float] = {}
+    run = Path(directory, "run")
+    kinds = [None] if size < 2 else ranks_of(size)
+
+    def save(ranks: Ranks | None) -> None:
+        options: dict[str, Any] = {"cache_size": 2, "sample_window_size": 0, "auto_save": True}
+        with TrajectoryBuffer(directory=run, ranks=ranks, **options) as buffer:
+            buffer.resume()
+            for number in range(SIZE // 4 // len(kinds)):
+                buffer.add_trajectories([{"obs": torch.full((64, 16, 1024), float(number))}])
+            buffer.save(1, wait=True)
+
+    fine(at_once([partial(save, each) for each in kinds]))
+    for number, what in enumerate(("whole", "hurt")):
+        with growth(found, what):
+            made = salvage_run(run, Path(directory, what))
+        assert isinstance(made, SalvagedTrajectories)
+        found[f"kept {what}"] = made.trajectories_kept
+        path = sorted((run / "segments").iterdir())[number]
+        flip(path, path.stat().st_size // 2)
+    return found
+
+
 def of_many_calls(count: int) -> dict[str, Any]:
     """What Python has allocated after a tenth of the calls of each verb, and after all."""
     limiter = {"min_size": 1, "ratio": 1.0, "error_buffer": 8.0}
@@ -209,6 +238,8 @@ def of_many_calls(count: int) -> dict[str, Any]:
 def main(what: str, directory: str, count: int) -> dict[str, Any]:
     if what == "transitions":
         return of_transitions(directory, count)
+    if what == "salvage trajectories":
+        return of_a_salvage_of_trajectories(directory, count)
     if what in OF_SALVAGE:
         return of_a_salvage(directory, count, OF_SALVAGE[what])
     if what == "calls":

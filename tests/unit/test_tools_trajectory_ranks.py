@@ -1,4 +1,4 @@
-"""Tools read a run of trajectories that ranks have, and those that cannot say so."""
+"""Tools read a run of trajectories that ranks have, which an earlier version wrote."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from pipeline import TrajectoryBuffer
 from pipeline.checkpoint import verify
 from pipeline.cli import main
-from pipeline.errors import ConfigError, UsageError
-from pipeline.tools import inspect, salvage_run, sample_run, show_item
+from pipeline.errors import ConfigError
+from pipeline.tools import inspect, merge, reshard, salvage_run, sample_run, show_item, split
 from pipeline.tools.exporting import export
 from pipeline.tools.importing import import_data
+from tests.support.keeping import digest
 from tests.support.kept import fingerprint
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trajectory_shards_v1"
@@ -78,13 +79,22 @@ def test_all_of_them_are_exported_in_the_order_of_their_age_and_imported_as_one_
         assert places == sorted(places)
 
 
-def test_what_cannot_be_done_yet_is_refused(tmp_path: Path) -> None:
-    before = fingerprint(RUN)
-    out = tmp_path / "out"
-    with pytest.raises(UsageError, match="buffer of trajectories of ranks"):
-        salvage_run(RUN, out)
-    assert not out.exists()
-    assert fingerprint(RUN) == before
+def test_it_is_merged_split_resharded_and_salvaged(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(RUN, tmp_path / "run"))  # files of it are linked
+    merge([run], tmp_path / "merged")
+    old, new = split(run, [tmp_path / "old", tmp_path / "new"], count=4)
+    assert (old.units, new.units) == (4, len(HELD) - 4)
+    reshard(run, tmp_path / "one", to=1)
+    salvage_run(run, tmp_path / "salvaged")
+    assert digest(run) == digest(RUN)
+    with TrajectoryBuffer(directory=tmp_path / "merged", sample_window_size=0) as buffer:
+        buffer.resume()
+        assert sorted(info.max_episode_length for info in buffer.infos()) == sorted(HELD)
+    (facts,) = inspect(tmp_path / "one").buffers
+    assert facts.episodes == len(HELD)
+    kept = inspect(tmp_path / "salvaged").buffers
+    assert [each.episodes for each in kept] == [len(each["infos"]) for each in EXPECTED]
+    assert [each.added for each in kept] == [each["counter"] for each in EXPECTED]
 
 
 def test_status_counts_trajectories(capsys: Any) -> None:
