@@ -52,6 +52,8 @@ def _head(out: Terminal, found: Inspected) -> None:
         pairs.append(("newest" if found.what == "run" else "is", _generation(found.generation)))
     if found.attached:
         pairs.append(("trainer", ", ".join(found.attached)))
+    if found.own:
+        pairs.append(("own", f"{', '.join(found.own)}, of each rank"))
     if found.world_size > 1:
         pairs.append(("ranks", str(found.world_size)))
     if found.space is not None:

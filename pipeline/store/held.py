@@ -101,10 +101,10 @@ class HeldSegments:
     def damaged(self, block: Block, at: int = -HEADER_BYTES) -> Damaged:
         """Return the error for a block that is not whole, at a byte of its payload."""
         path = self._layout.segment(*block.segment_key)
-        return Damaged(
-            f"{path} at byte {block.offset + HEADER_BYTES + at}: damaged; there lie the {block.count} rows from number "
-            f"{block.first} on, or some of them. {RESTORE}"
-        )
+        lies = f"there lie the {block.count} rows from number {block.first} on, or some of them"
+        if block.count == 1:  # a trajectory, say
+            lies = f"there lies number {block.first}"
+        return Damaged(f"{path} at byte {block.offset + HEADER_BYTES + at}: damaged; {lies}. {RESTORE}")
 
     def where(self, block: Block) -> str:
         """Return where a block lies, for people."""

@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from pipeline.checkpoint.generations import Stored, find_generations
-from pipeline.checkpoint.manifest import PIPELINE, PIPELINE_RANKS, TRAINER_FOLDER
+from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, PIPELINE_RANKS, TRAINER_FOLDER
 from pipeline.checkpoint.status import Status, status_of
 from pipeline.errors import ForebayError
 from pipeline.store.layout import Layout
@@ -43,6 +43,8 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True):
     generation: GenerationLine | None = None
     """The one that is described: the newest of a run."""
     attached: list[str] = []
+    own: list[str] = []
+    """What ranks had attached for themselves."""
     world_size: int = 1
     tasks: list[TaskFacts] = []
     buffers: list[BufferFacts] = []
@@ -105,6 +107,7 @@ class _Look:
             kind="" if manifest is None else manifest.kind,
             generation=None if stored is None else line_of(stored),
             attached=[] if manifest is None else manifest.attached,
+            own=[] if manifest is None else sorted({name for shard in manifest.shards for name in shard.own}),
             world_size=1 if manifest is None else manifest.world_size,
             tasks=tasks,
             buffers=[] if stored is None else self._buffers(stored),
@@ -134,11 +137,14 @@ class _Look:
         return tasks, lives.lines(target.layout)
 
     def _buffers(self, stored: Stored) -> list[BufferFacts]:
-        try:
-            found = buffer_facts(self.target.layout, stored, self.target.rank)
-        except (ForebayError, OSError) as error:
-            self.notes.append(str(error))
-            return []
+        found: list[BufferFacts] = []
+        rank, of_ranks = self.target.rank, stored.manifest.kind in OF_SHARDS
+        ranks = [each.rank for each in stored.manifest.shards] if of_ranks and rank is None else [rank]
+        for rank in ranks:  # of several, those come that can be read
+            try:
+                found += buffer_facts(self.target.layout, stored, rank)
+            except (ForebayError, OSError) as error:
+                self.notes.append(str(error))
         for each in found:
             if each.unread:
                 self.notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,12 @@ import torch
 
 from pipeline import Ranks, ReplayBuffer, TrajectoryBuffer
 from pipeline.checkpoint import verify
-from pipeline.checkpoint.manifest import SHARDS, TRAJECTORIES
+from pipeline.checkpoint.manifest import SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.cli import main
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.trajectory_shards import TrajectoriesOnDisk, read_trajectory_shards
 from pipeline.store.layout import Layout
-from pipeline.tools import merge, split
+from pipeline.tools import inspect, merge, split
 from tests.support.keeping import digest
 from tests.support.ranks import fine, on_ranks
 from tests.support.replaying import Counter
@@ -218,23 +219,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_a_rank_had_for_itself_is_said_to_be_left_out(tmp_path: Path) -> None:
-    def save(ranks: Ranks, kind: str) -> None:
-        of: dict[str, Any] = {"directory": tmp_path / kind, "ranks": ranks}
-        with ReplayBuffer(20, **of) if kind == SHARDS else TrajectoryBuffer(**of) as buffer:
-            buffer.attach_own(mine=Counter())
-            buffer.resume()
-            if isinstance(buffer, ReplayBuffer):
-                buffer.extend({"obs": np.arange(3.0), "terminated": np.arange(3) == 2})
-            else:
-                buffer.add_trajectories([{"rewards": torch.zeros(2, 2)}])
-            buffer.save(1, wait=True)
+def save_with_own(ranks: Ranks, directory: Path, kind: str) -> None:
+    of: dict[str, Any] = {"directory": directory, "ranks": ranks}
+    with ReplayBuffer(20, **of) if kind == SHARDS else TrajectoryBuffer(**of) as buffer:
+        buffer.attach_own(mine=Counter())
+        buffer.resume()
+        if isinstance(buffer, ReplayBuffer):
+            buffer.extend({"obs": np.arange(3.0), "terminated": np.arange(3) == 2})
+        else:
+            buffer.add_trajectories([{"rewards": torch.zeros(2, 2)}])
+        buffer.save(1, wait=True)
 
-    for kind in (SHARDS, "trajectories of ranks"):
-        fine(on_ranks(2, partial(save, kind=kind)))
-        found = merge([tmp_path / kind], tmp_path / f"{kind} merged").left_out
-        assert list(found) == ["own/mine.safetensors"]
-        assert "as a rank had it for itself" in found["own/mine.safetensors"]
+
+@pytest.mark.parametrize("kind", [SHARDS, TRAJECTORY_SHARDS])
+def test_what_a_rank_had_for_itself_is_said_to_be_left_out(tmp_path: Path, kind: str) -> None:
+    fine(on_ranks(2, partial(save_with_own, directory=tmp_path / "a", kind=kind)))
+    found = merge([tmp_path / "a"], tmp_path / "m").left_out
+    assert list(found) == ["own/mine.safetensors"]
+    assert "as a rank had it for itself" in found["own/mine.safetensors"]
 
 
 def test_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,3 +248,20 @@ def test_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [str(tmp_path / name) for name in "xy"]
     assert main(["split", str(tmp_path / "a"), "--fraction", "0.5", "--out", *parts]) == 0
     assert [len(load(Path(part))) for part in parts] == [7, 8]
+
+
+@pytest.mark.parametrize("kind", [SHARDS, TRAJECTORY_SHARDS])
+def test_inspect_shows_the_ranks_whose_shards_can_be_read_and_what_is_theirs(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine(on_ranks(2, partial(save_with_own, directory=tmp_path / "a", kind=kind)))
+    found = inspect(tmp_path / "a")
+    assert ([each.rank for each in found.buffers], found.own, found.notes) == ([0, 1], ["mine"], [])
+    state = "replay.json" if kind == SHARDS else "trajectories.json"
+    path = Path(newest(tmp_path / "a").folder) / "shards" / "0000" / state
+    path.write_bytes(path.read_bytes()[:-9])
+    found = inspect(tmp_path / "a")
+    assert [each.rank for each in found.buffers] == [1]
+    assert any(str(path) in note for note in found.notes)
+    assert main(["inspect", str(tmp_path / "a")]) in (0, 1)
+    assert re.search(r"^  own +mine, of each rank$", capsys.readouterr().out, re.MULTILINE)
