@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint import verify
+from pipeline.tools import merge, reshard, salvage_run
 from tests.support.ranked import processes, serve
 from tests.support.trajectory_ranks import LONGEST, rows_of, train
 
@@ -70,6 +71,23 @@ class Run:
         loads = [sum(map(rows_of, each)) for each in found]
         assert len(before) == len(found) or max(loads) - min(loads) <= LONGEST
         self.by_step = {steps[0]: found}
+
+
+@pytest.mark.timeout(300)
+def test_between_kills_tools_reshard_and_salvage_what_is_there(tmp_path: Path) -> None:
+    """As the next ranks would have gone on themselves, or as many of them with what is whole, which is all."""
+    run = Run(serve(), tmp_path / "a")
+    run.live(2, 3)
+    reshard(tmp_path / "a", tmp_path / "b", 3)
+    run.directory = tmp_path / "b"
+    run.live(3, 3)
+    found = salvage_run(tmp_path / "b", tmp_path / "c")
+    assert found.whole
+    run.directory = tmp_path / "c"
+    run.live(3, 3)
+    assert run.sure > 0
+    assert verify(str(tmp_path / "c")).whole
+    assert merge([tmp_path / "c"], tmp_path / "m").units in {sum(map(len, each)) for each in run.by_step.values()}
 
 
 @pytest.mark.timeout(300)

@@ -12,8 +12,15 @@ import pytest
 
 from pipeline import Ranks, TrajectoryBuffer
 from pipeline.checkpoint import verify
+from pipeline.checkpoint.generations import find_generations
+from pipeline.replay.trajectory_shards import read_trajectory_shards
+from pipeline.store.frames import HEADER_BYTES
+from pipeline.store.layout import Layout
+from pipeline.tools import merge, reshard, salvage_run
+from pipeline.tools.salvaging import SalvagedTrajectoryShards
 from tests.properties.conftest import SOAK
 from tests.support.ranks import fine, on_ranks
+from tests.support.salvaging import flip
 
 RUNS = 25 * SOAK
 
@@ -163,3 +170,66 @@ def _live(model: Model, directory: Path, rng: np.random.Generator) -> None:
     fine(on_ranks(size, train))
     if saves:
         model.saved = then
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_lives_between_which_tools_put_them_together_anew(seed: int) -> None:
+    """Resharded, salvaged after damage, and merged: it comes to what the model says, and lives go on with it."""
+    rng = np.random.default_rng([12, seed])
+    model = Model(rng)
+    with TemporaryDirectory() as folder:
+        directory = Path(folder, "0")
+        for number in range(1, 6):
+            _live(model, directory, rng)
+            if find_generations(Layout(str(directory)), run_id_of(directory)).complete:
+                _merged(model.saved, directory, Path(folder, f"{number} merged"))
+                directory = _by_tool(model, directory, Path(folder, str(number)), rng)
+                assert verify(str(directory)).whole
+
+
+def run_id_of(directory: Path) -> str:
+    run = Layout(str(directory)).read_run()
+    assert run is not None
+    return run.run_id
+
+
+def _merged(saved: Saved, directory: Path, out: Path) -> None:
+    """By their numbers, of each number rank after rank."""
+    every = [
+        (added - len(shard) + at, rank, one)
+        for rank, (shard, added) in enumerate(zip(saved.shards, saved.added, strict=True))
+        for at, one in enumerate(shard)
+    ]
+    in_order = [one for _, _, one in sorted(every)]
+    numbers = [number for number, _, _ in sorted(every)]
+    made = merge([directory], out)
+    assert made.units == len(every)
+    stays = bool(numbers) and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    with TrajectoryBuffer(directory=out, strict=False, sample_window_size=0) as it:
+        it.resume()
+        check(it, in_order, numbers[-1] + 1 if stays else len(in_order), 0)
+
+
+def _by_tool(model: Model, directory: Path, out: Path, rng: np.random.Generator) -> Path:
+    saved = model.saved
+    if rng.random() < 0.5:
+        size, rebalance = int(rng.integers(1, 5)), bool(rng.random() < 0.3)
+        reshard(directory, out, size, rebalance=rebalance)
+        model.saved = model.loaded(size, None, rebalance, sum(map(len, saved.shards)))
+        return out
+    newest = find_generations(Layout(str(directory)), run_id_of(directory)).complete[-1]
+    left = []
+    for listed, shard in zip(read_trajectory_shards(newest), saved.shards, strict=True):
+        hurt = set(np.flatnonzero(rng.random(len(shard)) < 0.2).tolist())
+        for at in hurt:
+            block = listed.blocks[at]
+            path = Path(Layout(str(directory)).segment(*block.segment_key))
+            flip(path, block.offset + HEADER_BYTES + int(rng.integers(block.length)))
+        left.append([one for at, one in enumerate(shard) if at not in hurt])
+    found = salvage_run(directory, out)
+    assert isinstance(found, SalvagedTrajectoryShards)
+    assert found.trajectories_lost == len(found.losses) == sum(map(len, saved.shards)) - sum(map(len, left))
+    assert found.shards == [sum(one.rows for one in each) for each in left]
+    model.saved = saved._replace(shards=left)
+    return out
