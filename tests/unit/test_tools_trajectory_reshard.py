@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline import Ranks, TrajectoryBuffer
 from pipeline.checkpoint import verify
-from pipeline.checkpoint.manifest import TRAJECTORY_SHARDS
+from pipeline.checkpoint.manifest import MANIFEST_FILE, TRAJECTORY_SHARDS, encode_manifest
 from pipeline.cli import main
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.trajectory_shards import read_trajectory_shards
@@ -333,6 +334,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     reshard(tmp_path / "a", tmp_path / "b", 2)
     with pytest.raises(ConfigError, match="must be absent or an empty folder"):
         reshard(tmp_path / "a", tmp_path / "b", 3)
+    stored = newest(tmp_path / "a")
+    odd = msgspec.structs.replace(stored.manifest, kind="odd things")
+    Path(stored.folder, MANIFEST_FILE).write_bytes(encode_manifest(odd))
+    with pytest.raises(ConfigError, match="a: holds 'odd things', which this version does not know"):
+        reshard(tmp_path / "a", tmp_path / "c", 3)
+    assert not (tmp_path / "c").exists()
 
 
 def test_by_command_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
