@@ -25,9 +25,10 @@ AT_ONCE = 1 << 18
 class ValuesFile:
     """An array on the disk, of which parts are read."""
 
+    _handle = -1  # until it is opened
+
     def __init__(self, path: str, dtype: str) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
-        self._handle = -1  # until it is opened
         self._handle = plain_handle(path)
 
     def read(self, begin: int, count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.errors import Damaged
 from pipeline.replay import values as values_module
 from pipeline.replay.state import BufferState
-from pipeline.replay.values import Values, WrittenBack
+from pipeline.replay.values import Values, ValuesFile, WrittenBack
 from pipeline.store.segments import Block
 from pipeline.tools.salvaging_rows import Covered
 
@@ -101,3 +102,11 @@ def test_a_row_is_of_the_first_whole_block_that_has_it() -> None:
     assert covered.absent(18, 32) == 10
     assert covered.absent(20, 30) == 10
     assert covered.absent(46, 50) == 0
+
+
+def test_a_file_that_was_never_opened_is_not_closed(tmp_path: Path) -> None:
+    """An error, or Ctrl-C, before it was opened: nothing is told of what was to be closed."""
+    for error, dtype in ((TypeError, "none"), (FileNotFoundError, "int64")):
+        with pytest.raises(error):
+            ValuesFile(str(tmp_path / "absent"), dtype)
+        gc.collect()
