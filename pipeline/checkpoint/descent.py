@@ -24,7 +24,7 @@ def keeps_ids(manifest: Manifest) -> bool:
     return any(info.path.startswith(ORIGIN) for info in manifest.files)
 
 
-def ways_of(layout: Layout, run_id: str, manifest: Manifest, *, kept: bool | None = None) -> list[Way]:
+def ways_of(layout: Layout, run_id: str, manifest: Manifest, *, kept: bool | None = None, named: str = "") -> list[Way]:
     """Return from which runs the content of a generation has come, and how; of what has ids of its own, the run itself
     is the first.
 
@@ -32,14 +32,16 @@ def ways_of(layout: Layout, run_id: str, manifest: Manifest, *, kept: bool | Non
         layout, run_id: of the run.
         manifest: of the generation.
         kept: whether its content is named by the ids that it had elsewhere; None: if the generation says so.
+        named: what names the run by its own ids, where that is not its id alone.
     """
     ways = _listed(layout, manifest)
     if kept is None:
         kept = keeps_ids(manifest)
     if kept and ways:
         return ways
-    own = Way(run_id=run_id, directory=layout.directory, named=run_id)
-    return distinct([own, *(msgspec.structs.replace(way, named=run_id) for way in ways)])
+    named = named or run_id
+    own = Way(run_id=run_id, directory=layout.directory, named=named)
+    return distinct([own, *(msgspec.structs.replace(way, named=named) for way in ways)])
 
 
 def ways_after(layout: Layout, run_id: str, manifest: Manifest) -> list[Way]:
@@ -65,6 +67,6 @@ def _listed(layout: Layout, manifest: Manifest) -> list[Way]:
     if run is not None and run.made_of:
         return list(run.made_of)
     having = [part for part in manifest.made_of if part.units or not keeps_ids(manifest)]
-    found = [Way(run_id=part.run_id, directory=part.directory, named=part.run_id) for part in having]
+    found = [Way(run_id=part.run_id, directory=part.directory, named=part.name) for part in having]
     origin = manifest.origin.partition("/")[0]
     return distinct([*found, *([Way(run_id=origin)] if origin else [])])

@@ -90,6 +90,13 @@ class MadeOf(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     units: int = 0
     """How many of its rows, trajectories or groups are there."""
+    numbered: str = ""
+    """How its rows were numbered then, if a resume had given them other keys than they had before."""
+
+    @property
+    def name(self) -> str:
+        """What names a run and how what is in it is numbered: of two that have one name, ids can be compared."""
+        return f"{self.run_id}/{self.numbered}" if self.numbered else self.run_id
 
 
 def shard_prefix(rank: int) -> str:

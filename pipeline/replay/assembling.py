@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -94,6 +95,10 @@ class Assembled:
     def missing(self) -> int:
         """How many rows have not come."""
         return len(self._there) - int(self._there.sum())
+
+    def came(self) -> int:
+        """Return a number of which rows have come."""
+        return zlib.crc32(np.packbits(self._there).tobytes(), len(self._there))
 
     def hurt(self, table: EpisodeTable) -> int:
         """Return how many of the episodes lack rows that have not come."""

@@ -60,6 +60,7 @@ def state_of(parts: Parts, options: ReplayOptions, stale_updates: int) -> Buffer
         remove=options.remove.by,
         pool=ring.numbers(),
         processes=ring.processes,
+        numbered=ring.numbered,
     )
 
 
@@ -146,6 +147,7 @@ def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Ma
     parts.drawer.load(state.selector if same else {}, _of_part(plain, "selector") if same else {})
     parts.stepping.load(state.awaiting_reset)
     parts.ring.processes = state.processes
+    parts.ring.numbered = state.numbered
     if parts.next_obs is not None and state.next_obs_columns is not None:
         kept = _of_part(plain, "next_obs")
         keys = kept["keys"]

@@ -6,6 +6,7 @@ only rank.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -104,6 +105,7 @@ class Moving:
         self._store, self._ranks, self._options, self._stored, self._like = store, ranks, options, stored, like
         self._shards, self._partial = shards, partial
         self._gone: list[ShardInfo] = []
+        self._came: list[Any] = []  # what tells, on all ranks alike, which rows came of those that were planned
 
     def rows(self, *, rebalance: bool, evict: bool) -> Moved:
         """Return this rank's rows, and the list of the episodes that they are of.
@@ -138,7 +140,15 @@ class Moving:
                 bytes_read=read,
                 seconds=time.monotonic() - begun,
             )
+        ring.numbered = self._numbered(shares)
         return Moved(self._read(shards, ring, own, wanted)._replace(lost=lost), table, named)
+
+    def _numbered(self, shares: Shares) -> str:
+        """Return what names the keys that rows have now: another generation, another plan or other rows give another
+        name, and the same ones the same."""
+        gone = [each.rank for each in self._gone]
+        said = [self._stored.manifest.checksum, shares.plan.digest(), gone, self._came]
+        return hashlib.blake2b(msgspec.json.encode(said), digest_size=8).hexdigest()
 
     def _planned(self, *, rebalance: bool, evict: bool) -> tuple[list[ShardOnDisk], Shares]:
         planned: list[tuple[list[ShardOnDisk], Shares]] = []
@@ -227,23 +237,25 @@ class Moving:
 
         def hand_out() -> list[Any]:
             mover.hand_out(shards, shares, own)
-            return [mover.bytes_read, sorted({each.path for each in mover.gone})]
+            gone = sorted([each.shard, each.block.first] for each in mover.gone)
+            return [mover.bytes_read, sorted({each.path for each in mover.gone}), gone]
 
         def take_in() -> list[int]:
             mover.take_in(ranks.size, own)
             if self._partial and wanted.nexts:
                 own.leave_out_unfollowed(table, twins_of(wanted.nexts, self._options.fields))
-            return [own.missing, own.hurt(table) if own.missing else 0]
+            return [own.missing, own.hurt(table) if own.missing else 0, own.came()]
 
         try:
             read = ranks.together("rows", hand_out)
             missing = ranks.together("rows taken", take_in)
         finally:
             mover.clean_up(ranks.size)
-        files = sorted({path for _, paths in read for path in paths})
-        rows, episodes = (sum(each) for each in zip(*missing, strict=True))
+        files = sorted({path for _, paths, _ in read for path in paths})
+        self._came = [[gone for _, _, gone in read], [came for _, _, came in missing]]
+        rows, episodes = (sum(each) for each in zip(*(each[:2] for each in missing), strict=True))
         more = Lost(lost.rows + rows, lost.episodes + episodes, (*lost.files, *files))
-        return sum(each for each, _ in read), more
+        return sum(each for each, _, _ in read), more
 
     def _read(self, shards: Sequence[ShardOnDisk], ring: Ring, own: Assembled, wanted: Wanted | None) -> Read:
         ranks, options = self._ranks, self._options
@@ -260,6 +272,7 @@ class Moving:
             "selector": self._selected(shards).state(ring.added),
             "remove": options.remove.by,
             "pool": ring.numbers(),
+            "numbered": ring.numbered,
             "next_obs_columns": wanted.nexts if wanted is not None and wanted.nexts else None,
         }
         if self._shards is not None:  # it is its own, and goes on as it was

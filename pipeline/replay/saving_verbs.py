@@ -262,7 +262,7 @@ class SavingVerbs(FolderVerbs):
                 if now != then:
                     raise UsageError(f"the buffer holds other rows than it did: {name} is {now} now, and was {then}")
             # What belongs to the rows stays as it is, with them.
-            state = msgspec.structs.replace(state, written_columns=[], next_obs_columns=None)
+            state = msgspec.structs.replace(state, written_columns=[], next_obs_columns=None, numbered=held.numbered)
             parts = self._parts(self.ring)
             restore(parts, self.options, state, given["values"])
             own = self._own

@@ -64,6 +64,9 @@ class BufferState(msgspec.Struct, kw_only=True):
 
     processes: int = 0
     """How many processes have joined a shared buffer."""
+    numbered: str = ""
+    """What tells how the rows are numbered from how they had been before: a resume that leaves rows out, or brings them
+    to other ranks, gives them other keys. Empty: none has."""
 
     @property
     def schema(self) -> Schema | None:

@@ -131,6 +131,7 @@ class RowsOnDisk:
         self._held = HeldSegments(source.layout, source.tag, self.blocks, stored.manifest.segments)
         self._there = {info.path for info in stored.manifest.files}
         self.made = PART_FILE in self._there
+        own = msgspec.structs.replace(own, numbered=self.state.numbered)
         self.parts = list(stored.manifest.made_of) if self.made else [own]
         """What names the rows; :attr:`ranks` says where each stands among the parts of all that is read."""
         self.ranks: Ints = np.zeros(len(self.parts), np.int64)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
@@ -92,6 +93,7 @@ class PoolRows:
         )
         self.serials = self.shard.table.number
         self.made = any(info.path == PART_FILE for info in stored.manifest.files)
+        own = msgspec.structs.replace(own, numbered=state.numbered)
         self.parts = list(stored.manifest.made_of) if self.made else [own]
         size = len(self.serials)
         self.part: Ints = self._file(PART_FILE, size).astype(np.int64) if self.made else np.zeros(size, np.int64)

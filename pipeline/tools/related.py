@@ -30,8 +30,9 @@ class Read(NamedTuple):
     def ways(self) -> list[Way]:
         """From where its content has come."""
         source = self.source
-        kept = all(part.run_id != source.run_id for part in self.parts)
-        return ways_of(source.layout, source.run_id, source.stored.manifest, kept=kept)
+        own = {part.name for part in self.parts if part.run_id == source.run_id}
+        named = min(own, default="")
+        return ways_of(source.layout, source.run_id, source.stored.manifest, kept=not own, named=named)
 
 
 def check_apart(reads: Sequence[Read]) -> None:
@@ -64,7 +65,11 @@ def _disjoint(one: Way, other: Way) -> bool:
 
 
 def _related(one: Source, other: Source, common: Way) -> ConfigError:
-    if common.run_id in (one.run_id, other.run_id):
+    if one.run_id == other.run_id:
+        how = (
+            f"{one.directory} and {other.directory} are both run {one.run_id}, whose rows a resume has given other keys"
+        )
+    elif common.run_id in (one.run_id, other.run_id):
         old, new = (one, other) if common.run_id == one.run_id else (other, one)
         how = f"{new.directory} was made of {old.directory} (run {common.run_id})"
     else:
@@ -90,7 +95,7 @@ class Descent:
 
     def of(self, run: RunFile, parts: Sequence[MadeOf]) -> RunFile:
         """Return the marker of a run which is made of ``parts``, that say how much there is of each."""
-        having = {part.run_id for part in parts if part.units}
+        having = {part.name for part in parts if part.units}
         ways = [way for way in self._ways if way.named in having]
         if self._lot:
             splits = [(*way.splits, (self._lot, run.run_id)) for way in ways]

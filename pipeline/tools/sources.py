@@ -120,14 +120,17 @@ def in_order(every: Sequence[Sequence[MadeOf]]) -> tuple[list[MadeOf], list[Ints
     """Return all parts in the order in which those that have one id come, each once; and where those of each of
     ``every`` stand there."""
     known = {identity(part): part for parts in every for part in parts}
-    found = sorted(known.values(), key=lambda part: (natural(part.directory), part.run_id, part.shard, part.generation))
+    found = sorted(
+        known.values(),
+        key=lambda part: (natural(part.directory), part.run_id, part.shard, part.generation, part.numbered),
+    )
     place = {identity(part): number for number, part in enumerate(found)}
     return found, [np.array([place[identity(part)] for part in parts], np.int64) for parts in every]
 
 
 def identity(part: MadeOf) -> tuple[str, int]:
     """Return what tells a part from others: ids in it are unique."""
-    return part.run_id, part.shard
+    return part.name, part.shard
 
 
 def left_out_of(sources: Iterable[Source]) -> dict[str, str]:

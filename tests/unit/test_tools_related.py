@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from pipeline.checkpoint import salvage, verify
 from pipeline.cli import main
 from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError
+from pipeline.store.frames import HEADER_BYTES
 from pipeline.store.layout import Layout
 from pipeline.tools import merge, reshard, salvage_run, split
+from tests.support.keeping import stored
 from tests.support.ranks import fine, on_ranks
+from tests.support.salvaging import flip
 from tests.unit.test_tools_groups import got, make
 
 
@@ -223,6 +227,78 @@ def test_ranks_that_went_on_with_a_reshard(world: World) -> None:
     fine(on_ranks(2, more))
     world.related(r, world.a)
     world.apart(r, world.b)
+
+
+def lose(run: Path, at: int) -> None:
+    """Hurt a block, and have a process go on with the rest."""
+    path, block, _ = list(stored(run))[at]
+    flip(path, block.offset + HEADER_BYTES + block.length // 2)
+    with ReplayBuffer(100, directory=run, seed=1) as buffer:
+        assert buffer.resume(allow_partial=True).lost.rows
+        buffer.save(9, wait=True)
+
+
+def test_what_was_split_off_before_rows_were_lost(world: World) -> None:
+    """The rows that are left have other keys then, under which others had lain."""
+    run = go_on(world.a, 3)
+    old, rest = world.split("old", run)
+    copy = world.folder / "copy"
+    shutil.copytree(run, copy)
+    lose(run, 1)
+    for each in (old, rest, copy):
+        world.related(each, run)
+    with pytest.raises(ConfigError, match=rf"(?s){copy} and .* are both run \w+, whose rows a resume has given other"):
+        merge([copy, run], world.folder / "out")
+    new, more = world.split("new", run)
+    world.apart(new, more)
+    world.refused(new, run, match="are copies or parts of one run")
+    world.related(new, old)
+    world.apart(go_on(new, 4), go_on(more, 5))
+    world.related(new, old)
+    world.related(world.merged("m", run, world.b), copy)
+    go_on(run, 6)
+    world.related(old, run)
+    world.related(new, run)
+
+
+def test_what_was_split_off_before_a_resume_dropped_rows(world: World) -> None:
+    def live(number: int) -> None:
+        with ReplayBuffer(100, directory=world.a, seed=1, incomplete="drop") as buffer:
+            buffer.resume()
+            n = 100 * number + np.arange(12)
+            buffer.extend({"n": n, "terminated": n % 100 % 3 == 2})
+            buffer.extend({"n": 1000 * number + np.arange(5), "terminated": np.zeros(5, bool)}, env=1)
+            buffer.save(number, wait=True)
+
+    live(3)
+    old, _ = world.split("old", world.a)
+    live(4)
+    assert set(held(old)) <= set(held(world.a))
+    world.related(old, world.a)
+
+
+def test_what_was_split_off_before_other_ranks_went_on(world: World) -> None:
+    r = world.resharded("r", world.a)
+
+    def more(number: int) -> Callable[[Ranks], None]:
+        def play(ranks: Ranks) -> None:
+            with ReplayBuffer(100, directory=r, ranks=ranks, seed=1) as buffer:
+                buffer.resume()
+                add(buffer, number + ranks.rank)
+                buffer.save(number, wait=True)
+
+        return play
+
+    fine(on_ranks(2, more(20)))
+    old, rest = world.split("old", r)
+    fine(on_ranks(2, more(30)))
+    world.refused(old, r, match="are copies or parts of one run")  # as many ranks: every row has the key that it had
+    fine(on_ranks(3, more(40)))
+    world.related(old, r)
+    world.related(rest, r)
+    new, more_of_it = world.split("new", r)
+    world.apart(new, more_of_it)
+    world.refused(new, r, match="are copies or parts of one run")
 
 
 def test_what_an_earlier_version_made(world: World) -> None:

@@ -31,6 +31,9 @@ class Ring:
     processes = 0
     """How many processes have joined, where several add rows."""
 
+    numbered = ""
+    """What tells how rows are numbered from how they had been, if a resume has given them other keys."""
+
     common = False
     """Whether processes have the rows in common; see :mod:`pipeline.buffer.transitions.shared`."""
 
