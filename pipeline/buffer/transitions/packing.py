@@ -19,7 +19,7 @@ MARKS_CODE = "qiiiiIB"
 """The marks of a row, as :mod:`struct` spells them."""
 MOST_BYTES = 1 << 20
 """A block up to which records are put together first: what is larger would leave the caches before it is copied."""
-_MANY = 96
+MANY = 96
 """Rows from which on a column of several values is copied as runs of bytes: numpy's loop over the values of each row
 then costs more than making the views."""
 _SCALARS: dict[str, tuple[str, type]] = {"float32": ("f", float), "float64": ("d", float), "bool": ("?", bool)}
@@ -87,7 +87,7 @@ class BlockPacker:
 
     def _runs(self, layout: RowLayout, column: Column) -> np.ndarray | None:
         """Return a column's values of each row as one run of bytes: [count, 1]."""
-        if not column.shape or not column.nbytes or self.count < _MANY:
+        if not column.shape or not column.nbytes or self.count < MANY:
             return None
         fields: Any = layout.record.fields
         strides = (self.whole.itemsize, column.nbytes)
@@ -98,7 +98,12 @@ class BlockPacker:
         for name, column, runs in self._columns:
             array = arrays[name]
             if runs is not None and array.flags.c_contiguous:
-                runs[:] = (array if array.ndim == 2 else array.reshape(self.count, -1)).view(runs.dtype)
+                runs[:] = runs_like(runs, array)
             else:
                 column[:] = array
         self._marks[:] = marks
+
+
+def runs_like(runs: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """Return a column [n, ...] that is contiguous as runs of bytes [n, 1] like others; the same memory."""
+    return (array if array.ndim == 2 else array.reshape(len(array), -1)).view(runs.dtype)

@@ -13,7 +13,7 @@ import torch
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, SERIAL, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
-from pipeline.buffer.transitions.packing import MARKS_CODE, MOST_BYTES, BlockPacker, RowPacker
+from pipeline.buffer.transitions.packing import MANY, MARKS_CODE, MOST_BYTES, BlockPacker, RowPacker, runs_like
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.unread import Unread
 
@@ -47,6 +47,7 @@ class TransitionStorage:
         self._memory: Memory = memory or ProcessMemory()
         self._step = MARK_BYTES  # from one slot's marks to the next one's
         self._views: dict[str, np.ndarray] = {}
+        self._runs: dict[str, np.ndarray] = {}  # [capacity, 1]: small columns of several values, as runs of bytes
         self._bytes = memoryview(b"")
         self._plain = np.empty(0, f"V{MARK_BYTES}")  # the marks of each slot, without fields
         self._whole = np.empty(0, f"V{MARK_BYTES}")  # the record of each slot, without fields
@@ -78,13 +79,14 @@ class TransitionStorage:
         """Begin with memory that was taken: ``marks`` [capacity] begin with those of each slot."""
         self.layout, self.schema = layout, layout.schema
         self._views = small | self.large
+        self._runs = {each.name: as_runs(small[each.name], each.nbytes) for each in layout.small if each.nbytes > 8}
         self._bytes, self._step = memoryview(marks.view(np.uint8).data), marks.itemsize
         self._plain = marks.getfield(self._plain.dtype)
 
     def forget(self) -> None:
         """Give the memory back, and forget the schema."""
         self.layout = self.schema = self.unread = self._packer = self._blocks = None
-        self.records, self.large, self._views = np.empty(0, MARKS), {}, {}
+        self.records, self.large, self._views, self._runs = np.empty(0, MARKS), {}, {}, {}
         self._bytes, self._plain, self._whole = memoryview(b""), self._plain[:0].copy(), self._whole[:0].copy()
 
     def lay(self, name: str, memory: np.ndarray) -> np.ndarray:
@@ -178,8 +180,12 @@ class TransitionStorage:
             for name in self.large:
                 views[name][slots] = arrays[name]
         else:
+            many = self._runs if count >= MANY else {}
             for name, array in arrays.items():
-                views[name][slots] = array
+                if name in many and array.flags.c_contiguous:
+                    many[name][slots] = runs_like(many[name], array)
+                else:
+                    views[name][slots] = array
             self._plain[slots] = marks
         views[AHEAD][begin - linked : begin] = links
 
