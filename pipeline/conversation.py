@@ -52,6 +52,7 @@ class Conversation(Ranks):
         vars(self).update(vars(ranks))
         self._name = f"{ranks._name}/{about}/{ranks._next(about)}"
         self._told = 0
+        self._over = False  # it has told what it failed with
         self._heard = [0] * self.size
         self._but = ""
 
@@ -107,6 +108,9 @@ class Conversation(Ranks):
     def tell(
         self, what: str, value: Any = None, *, error: BaseException | None = None, number: int | None = None
     ) -> int:
+        if error is not None and self._over:
+            return 0
+        self._over = self._over or error is not None
         word = Word(what, value, None if error is None else f"{type(error).__name__}: {error}")
         key, raw = f"{self._name}/{self._told}/{self.rank}", msgspec.json.encode(word).decode()
         self._told += 1
@@ -117,11 +121,15 @@ class Conversation(Ranks):
     def hear(self, what: str, number: int, ranks: Sequence[int] | None = None, *, patience: int = 1) -> list[Any]:
         ranks = range(self.size) if ranks is None else ranks
         until, values = time.monotonic() + patience * self.timeout_s, []
-        for at, rank in enumerate(ranks):
-            word = self._word(what, ranks[at:], rank, until)
-            if word.error is not None and rank != self.rank:
-                raise self._failed(what, rank, word.error)
-            values.append(word.value)
+        try:
+            for at, rank in enumerate(ranks):
+                word = self._word(what, ranks[at:], rank, until)
+                if word.error is not None and rank != self.rank:
+                    raise self._failed(what, rank, word.error)
+                values.append(word.value)
+        except BaseException as error:  # others may have heard all, and wait for what is next: this one may be stopped
+            self.tell(what, error=error)
+            raise
         return values
 
     def _word(self, what: str, ranks: Sequence[int], rank: int, until: float) -> Word:

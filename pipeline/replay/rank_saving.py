@@ -146,7 +146,8 @@ class RankSaverOf(SaverOf[P, F]):
             RankFailed, RankLost: another rank failed, or was not heard from; nothing was changed.
         """
         # What fails on one rank, or is asked of it alone, others hear at once: they would wait for it in what follows.
-        ranks = self._speaking = Conversation(self.ranks, "resume")
+        self.store.end_speaking(RankFailed("it was left in its midst there, and another one has begun"))
+        ranks = self._speaking = self.store.speaking = Conversation(self.ranks, "resume")
 
         def asked() -> dict[str, bool]:
             self.loading = how()

@@ -23,8 +23,9 @@ from pipeline.checkpoint.generations import GenerationWriter, Stored, writing_in
 from pipeline.checkpoint.manifest import SHARDS, FileInfo, Manifest, ShardInfo, shard_prefix
 from pipeline.checkpoint.trainer_state import CapturedState
 from pipeline.config import SavingOptions
+from pipeline.conversation import Conversation
 from pipeline.distributed import Ranks
-from pipeline.errors import RankFailed, RankLost, WriteFailed
+from pipeline.errors import ClosedError, RankFailed, RankLost, WriteFailed
 from pipeline.replay.job import Listing, SaveJob
 from pipeline.replay.store import Generation, Part, ReplayStore, Saving
 from pipeline.store.files import FilesLike
@@ -67,6 +68,9 @@ class RankStore(ReplayStore):
         """How many saves have begun."""
         self.own_files: Mapping[str, bytes] = {}
         """What this rank had attached for itself, by path, for the save that has begun."""
+        self.speaking: Conversation | None = None
+        """With the other ranks, of the resume that has begun."""
+        self._left = False
         self._others: Mapping[int, Part] = {}  # on the first rank: what the others told of the newest generation
 
     def open(self) -> None:
@@ -101,8 +105,12 @@ class RankStore(ReplayStore):
         self.context.update(run=run_id[:8], incarnation=incarnation)
 
     def close(self) -> None:
-        """Give the lock back. The first rank waits a moment for the others."""
+        """Give the lock back. Who waits for this rank, in whatever, hears that it does not come; the first rank waits a
+        moment for the others."""
         opened = self.opened
+        if not self._left:
+            self._left = True
+            self._leave(self.left_by or ClosedError("the buffer was closed there"))
         try:
             super().close()
         finally:
@@ -111,6 +119,18 @@ class RankStore(ReplayStore):
                     self.ranks.tell("closed", number=0)
         if opened and self.ranks.first:
             self.ranks.linger("closed", 0, self._all_others)
+
+    def _leave(self, error: BaseException) -> None:
+        if self.ranks.first and not self.opened:
+            self.ranks.tell("open", error=error)
+        self.failed(self.saves, error)
+        self.end_speaking(error)
+        Conversation(self.ranks, "resume").tell("resume", error=error)  # the next one: others may have begun it
+
+    def end_speaking(self, error: BaseException) -> None:
+        """Tell who still waits for this rank in the resume that has begun that it does not go on with it."""
+        if self.speaking is not None:
+            self.speaking.tell("resume", error=error)
 
     @property
     def _all_others(self) -> range:

@@ -17,7 +17,7 @@ from pipeline.buffer.partials import Partials
 from pipeline.config import PipelineOptions
 from pipeline.conversation import Conversation
 from pipeline.distributed import Ranks
-from pipeline.errors import ClosedError, ConfigError, RankLost, UsageError
+from pipeline.errors import ClosedError, ConfigError, RankFailed, RankLost, UsageError
 from pipeline.interfaces import LearningSource
 from pipeline.records import Rollout
 from pipeline.sampler import TurnSampler
@@ -121,7 +121,7 @@ class RankRun(Run):
     _parts = Parts(RankConsumer, RankOutside, RankFolder, RankSaver, RankTriggers)
     consumer: RankConsumer
     triggers: RankTriggers
-    _speaking: Conversation
+    _speaking: Conversation | None = None
     """With the other ranks, of the resume that has begun."""
 
     def __init__(self, tasks: Sequence[Task], options: PipelineOptions, ranks: Ranks, **more: Any) -> None:
@@ -143,6 +143,16 @@ class RankRun(Run):
         self._reserver.spawn, self._reserver.pump = self._spawn, self._pump
         self.producer.dry = self._reserver.ask
 
+    async def open(self) -> None:
+        """As :meth:`Run.open`. Others who came further, and wait for this rank, hear that it does not come."""
+        first = self._supervisor is None
+        try:
+            await super().open()
+        except BaseException as error:
+            if first:
+                self._leave(error)
+            raise
+
     def produce(self) -> None:
         """As :meth:`Run.produce`; signs of life begin."""
         super().produce()
@@ -152,11 +162,13 @@ class RankRun(Run):
     def _look(
         self, origin: Origin, step: int | None, external: str | None, restart: Sequence[str], rebalance: bool
     ) -> Found:
+        assert self._speaking is not None
         resuming = RankResuming(self.state, self._speaking, origin, list(self.attached))
         return resuming.find(step, external, anew=rebalance or bool(restart))
 
     async def find(self, step: int | None, restart: Sequence[str], **more: Any) -> Found | None:
         """As :meth:`Run.find`. An error on one rank, here or until all of it is in use, is an error on all."""
+        self.not_resumed(RankFailed("it was left in its midst there, and another one has begun"))
         self._speaking = Conversation(self.ranks, "resume")
         try:
             if more.get("from_") is not None:
@@ -168,10 +180,13 @@ class RankRun(Run):
 
     def not_resumed(self, error: BaseException) -> None:
         """As :meth:`Run.not_resumed`: whoever waits for this rank hears why."""
-        self._speaking.tell("resume", error=error)
+        if self._speaking is not None:
+            self._speaking.tell("resume", error=error)
 
     async def _all_are_here(self) -> None:
-        await self.in_thread(lambda: self._speaking.agreed("resume", lambda: None, but=_MAKE_ANOTHER))
+        speaking = self._speaking
+        assert speaking is not None
+        await self.in_thread(lambda: speaking.agreed("resume", lambda: None, but=_MAKE_ANOTHER))
 
     async def take_over(self, found: Found, restart: Sequence[str]) -> Resumed:
         """As :meth:`Run.take_over`. An error on one rank is an error on all."""
@@ -208,7 +223,15 @@ class RankRun(Run):
         finally:
             error = self.state.failure or left_by or ClosedError("the pipeline was closed there")
             with contextlib.suppress(RankLost):
-                await self.in_thread(lambda: self.consumer.leave(error))
+                await self.in_thread(lambda: self._leave(error))
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell whoever waits for this rank, in whatever, that it does not come. Blocks, but for the store alone."""
+        self.consumer.leave(error)
+        if isinstance(self._saver, RankSaver):
+            self._saver.leave(error)
+        self.not_resumed(error)
+        Conversation(self.ranks, "resume").tell("resume", error=error)  # the next one: others may have begun it
 
     async def close(self) -> None:
         """As :meth:`Run.close`. The first rank, whose process may serve the store, waits a moment for the others."""

@@ -126,6 +126,11 @@ class RankSaver(Saver):
         self._owed, self.saves = self.saves, self.saves + 1
         await super().acquire()
 
+    def leave(self, error: BaseException) -> None:
+        """This rank takes part in no save any more: who has begun the next one is not to wait for it."""
+        for name in _FIRST if self.ranks.first else _OTHERS:
+            self.ranks.tell(name, error=error, number=self.saves)
+
     def never_began(self, saves: int, error: BaseException) -> None:
         """What all ranks were about to save came to nothing on this one; ``saves``: :attr:`saves` before it."""
         if self.saves == saves:

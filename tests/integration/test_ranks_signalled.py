@@ -82,7 +82,7 @@ def test_in_the_middle_of_resume(tmp_path: Path, server: Any, rank: int) -> None
 
 def waits_in_resume(ranks: Group, rank: int) -> None:
     """Return when a rank has told what it has found, and waits for the others to do so."""
-    ranks.told(f"forebay/1/buffer/1/resume begun/0/{rank}")
+    ranks.told(f"forebay/1/buffer/1/resume/0/0/{rank}")
 
 
 def test_a_second_one_in_the_middle_of_resume_leaves_at_once(tmp_path: Path, server: Any) -> None:

@@ -60,8 +60,10 @@ class Place(NamedTuple):
         return bool(store.check([f"{self.name}/gone/{rank}"]))
 
     def known(self) -> Ranks:
-        """Return the ranks over a store of which the test knows what it calls the keys."""
-        return Ranks(self.store(), self.rank, self.size, timeout_s=self.timeout_s)
+        """Return the ranks over a store of which the test knows what it calls the keys; as in :meth:`join`, nobody
+        waits for one that is gone."""
+        store: Any = GoneStore(self.store(), self._is_gone)
+        return Ranks(store, self.rank, self.size, timeout_s=self.timeout_s)
 
 
 class Group:
