@@ -45,22 +45,22 @@ def wholes(name: str, values: Any, least: int, most: int, *, count: int | None =
         ValueError: it is none; or there are not ``count`` of them; or one is out of range.
     """
     array = _flat(name, values, "iu", "whole numbers", count)
-    wrong = np.flatnonzero((array < least) | (array > most))
-    if len(wrong):
+    if len(array) and not (array.min() >= least and array.max() <= most):  # no mask as long as none is needed
+        wrong = np.flatnonzero((array < least) | (array > most))
         raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}; whole numbers from {least} to {most} are needed")
     return array
 
 
 def masses(name: str, values: Any, *, count: int | None = None) -> Floats:
-    """Return an array [n] of numbers that rows are drawn in proportion to.
+    """Return an array [n] of numbers that rows are drawn in proportion to; the one that is given, if it is of float64.
 
     Raises:
         ValueError: it is none; or there are not ``count`` of them; or one is negative, or no number, or infinite, or
             their sum is.
     """
-    array = _flat(name, values, "fiu", "numbers", count).astype(np.float64)
-    wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
-    if len(wrong):
+    array = _flat(name, values, "fiu", "numbers", count).astype(np.float64, copy=False)
+    if len(array) and not (array.min() >= 0 and array.max() < np.inf):  # what is no number is neither
+        wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
         raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}; finite numbers that are not negative are needed")
     with np.errstate(over="ignore"):
         total = np.add.reduce(array)

@@ -125,8 +125,9 @@ class PriorityDrawer(Drawer):
         """Return priorities to the power of alpha, of those to the power of another one; where that was 0 they are not
         known any more, and stay alike."""
         if was in (0.0, self.options.alpha):
-            held: Floats = np.minimum(values, self._most)  # the capacity may have been a smaller one
-            return held
+            if values.max(initial=0) > self._most:  # the capacity was a smaller one
+                values = np.minimum(values, self._most)
+            return values
         with np.errstate(over="ignore", under="ignore"):
             powers = np.clip(values ** (self.options.alpha / was), _LEAST, self._most)
         return np.where(values > 0, powers, 0.0)
