@@ -33,7 +33,7 @@ from pipeline.buffer.transitions.layout import (
     RowLayout,
 )
 from pipeline.buffer.transitions.layout import OPEN as GOES_ON
-from pipeline.buffer.transitions.storage import as_runs
+from pipeline.buffer.transitions.packing import as_runs
 from pipeline.errors import Damaged, RankFailed
 from pipeline.replay.ahead import ahead
 from pipeline.replay.assembling import Assembled
@@ -189,7 +189,8 @@ class Mover:
         for column in layout.small:
             to, given = records[column.name], arrays[column.name]
             if column.nbytes > 8 and given.flags.c_contiguous:
-                to, given = as_runs(to, column.nbytes), as_runs(given, column.nbytes)
+                kind = f"V{column.nbytes}"
+                to, given = as_runs(to, kind), as_runs(given, kind)
             to[...] = given
         records[VERSION], records[END] = arrays[VERSION], arrays[END]
         homes.mark(records, found, arrays)

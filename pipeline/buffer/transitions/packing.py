@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.layout import MARK_BYTES, RowLayout
 
 MARKS_CODE = "qiiiiIB"
@@ -83,27 +83,22 @@ class BlockPacker:
         self.whole = records.view(f"V{records.itemsize}")
         """[count]: the records of the block, as runs of bytes."""
         self._marks = records.getfield(f"V{MARK_BYTES}")
-        self._columns = [(each.name, records[each.name], self._runs(layout, each)) for each in layout.small]
-
-    def _runs(self, layout: RowLayout, column: Column) -> np.ndarray | None:
-        """Return a column's values of each row as one run of bytes: [count, 1]."""
-        if not column.shape or not column.nbytes or self.count < MANY:
-            return None
-        fields: Any = layout.record.fields
-        strides = (self.whole.itemsize, column.nbytes)
-        return np.ndarray((self.count, 1), f"V{column.nbytes}", self.whole, fields[column.name][1], strides)
+        runs = {each.name: as_runs(records[each.name], f"V{each.nbytes}") for each in layout.small if each.nbytes > 8}
+        many = runs if count >= MANY else {}
+        self._columns = [(each.name, records[each.name], many.get(each.name)) for each in layout.small]
 
     def write(self, arrays: Mapping[str, Any], marks: np.ndarray) -> None:
         """Put columns [count, ...] together, and marks [count] without fields."""
         for name, column, runs in self._columns:
             array = arrays[name]
             if runs is not None and array.flags.c_contiguous:
-                runs[:] = runs_like(runs, array)
+                runs[:] = as_runs(array, runs.dtype)
             else:
                 column[:] = array
         self._marks[:] = marks
 
 
-def runs_like(runs: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """Return a column [n, ...] that is contiguous as runs of bytes [n, 1] like others; the same memory."""
-    return (array if array.ndim == 2 else array.reshape(len(array), -1)).view(runs.dtype)
+def as_runs(column: np.ndarray, kind: np.dtype[Any] | str) -> np.ndarray:
+    """Return a column [n, ...], each of whose rows is contiguous, as [n, 1] runs of bytes, ``V`` and how many; the same
+    memory."""
+    return (column if column.ndim == 2 else column.reshape(len(column), prod(column.shape[1:]))).view(kind)

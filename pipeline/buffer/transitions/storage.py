@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, SERIAL, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
-from pipeline.buffer.transitions.packing import MANY, MARKS_CODE, MOST_BYTES, BlockPacker, RowPacker, runs_like
+from pipeline.buffer.transitions.packing import MANY, MARKS_CODE, MOST_BYTES, BlockPacker, RowPacker, as_runs
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.unread import Unread
 
@@ -79,7 +78,9 @@ class TransitionStorage:
         """Begin with memory that was taken: ``marks`` [capacity] begin with those of each slot."""
         self.layout, self.schema = layout, layout.schema
         self._views = small | self.large
-        self._runs = {each.name: as_runs(small[each.name], each.nbytes) for each in layout.small if each.nbytes > 8}
+        self._runs = {
+            each.name: as_runs(small[each.name], f"V{each.nbytes}") for each in layout.small if each.nbytes > 8
+        }
         self._bytes, self._step = memoryview(marks.view(np.uint8).data), marks.itemsize
         self._plain = marks.getfield(self._plain.dtype)
 
@@ -183,7 +184,7 @@ class TransitionStorage:
             many = self._runs if count >= MANY else {}
             for name, array in arrays.items():
                 if name in many and array.flags.c_contiguous:
-                    many[name][slots] = runs_like(many[name], array)
+                    many[name][slots] = as_runs(array, many[name].dtype)
                 else:
                     views[name][slots] = array
             self._plain[slots] = marks
@@ -229,11 +230,6 @@ class TransitionStorage:
     def row_bytes(self) -> int:
         """Memory of one row, marks included; 0 before there is a schema."""
         return 0 if self.layout is None else self.layout.row_bytes
-
-
-def as_runs(column: np.ndarray, nbytes: int) -> np.ndarray:
-    """Return a column [n, ...], each of whose rows is contiguous, as [n, 1] runs of bytes; the same memory."""
-    return column.reshape(len(column), prod(column.shape[1:])).view(f"V{nbytes}")
 
 
 class Gathered:
