@@ -59,7 +59,7 @@ def held(buffer: ReplayBuffer) -> dict[str, Any]:
 
 def one(rows: dict[str, Any], at: int) -> dict[str, Any]:
     """A row as most loops have it: arrays, and Python's own numbers."""
-    row = {name: array[at] for name, array in rows.items()}
+    row = {name: np.asarray(array[at]) for name, array in rows.items()}
     return row | {"wide": float(row["wide"]), "reward": float(row["reward"]), "done": bool(row["done"])}
 
 
@@ -104,9 +104,9 @@ def test_rows(by_columns: Any) -> None:
     packed, plain = ReplayBuffer(CAPACITY), by_columns()
     packed.extend(steps(1, 4), envs=4)
     rows = steps(100, 4, 5)
-    assert packed.ring.storage.packed({**one(rows, 0), "count": np.array(3)}) is not None
     for at in range(400):
         row = one(rows, at)
+        assert packed.ring.storage.packed(row) is not None
         for buffer in (packed, plain):
             buffer.append(row, env=at % 3, version=at // 50)
     assert held(packed) == held(plain)
@@ -149,7 +149,9 @@ def test_a_row_that_is_not_like_most(odd: dict[str, Any], by_columns: Any) -> No
 def test_a_row_of_another_shape_is_refused(wrong: dict[str, Any]) -> None:
     buffer = ReplayBuffer(CAPACITY)
     buffer.extend(steps(1, 4), envs=4)
-    row = one(steps(1, 4), 0) | wrong
+    row = one(steps(1, 4), 0)
+    assert buffer.ring.storage.packed(row) is not None
+    row |= wrong
     assert buffer.ring.storage.packed(row) is None
     before = held(buffer)
     with pytest.raises(Exception, match=next(iter(wrong))):
@@ -161,6 +163,7 @@ def test_a_number_that_float32_cannot_hold_is_looked_at_closer() -> None:
     buffer = ReplayBuffer(CAPACITY)
     buffer.extend(steps(1, 4), envs=4)
     row = one(steps(1, 4), 0) | {"reward": 3.3e38}
+    assert buffer.ring.storage.packed(row | {"reward": 2.9e38}) is not None
     assert buffer.ring.storage.packed(row) is None
     buffer.append(row)
     assert buffer.sample(1)["obs"].shape == (1, 5)
