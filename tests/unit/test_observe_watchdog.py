@@ -120,15 +120,21 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named(run: Callable[[Main], 
 @loops
 def test_a_call_that_begins_in_the_moment_of_a_look_is_named(run: Callable[[Main], None]) -> None:
     reports: list[Held] = []
+    both = threading.Event()
     hog = long_call()
     left = 2
+
+    def report(held: Held) -> None:
+        reports.append(held)
+        if len(reports) == 2:
+            both.set()
 
     def crunch() -> None:
         hog()
 
     async def main() -> None:
         await anyio.sleep(0.001)
-        async with Watchdog(0.1, reports.append) as watchdog:
+        async with Watchdog(0.1, report) as watchdog:
             ask = watchdog._loop.call
 
             def crunch_before_the_answer(answer: Callable[[], None]) -> None:
@@ -139,8 +145,8 @@ def test_a_call_that_begins_in_the_moment_of_a_look_is_named(run: Callable[[Main
                 ask(answer)
 
             watchdog._loop = watchdog._loop._replace(call=crunch_before_the_answer)
-            await anyio.sleep(0.3)
-            await anyio.sleep(2.5)  # both calls, and a look after each
+            assert await anyio.to_thread.run_sync(both.wait, 60)  # however long others keep the processor
+            await anyio.sleep(0.3)  # some looks more
 
     run(main)
     assert ["crunch" in held.where or "lambda" in held.where for held in reports] == [True, True], reports
