@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block
+from pipeline.buffer.transitions.bodies import RowArrays, some_rows
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import packed_row
 from pipeline.buffer.transitions.layout import (
@@ -27,6 +28,7 @@ from pipeline.buffer.transitions.layout import (
     CUT,
     END,
     EPISODE,
+    MARK_BYTES,
     PLACE,
     SERIAL,
     VERSION,
@@ -184,9 +186,14 @@ class Mover:
     def _packed(self, homes: Homes, found: Found, keys: Ints, arrays: Arrays) -> Iterator[tuple[int, SomeRows]]:
         layout, count = self._row_layout, len(keys)
         if len(self._records) < count:
-            self._records = np.empty(count, layout.record)
+            self._records = np.zeros(count, layout.record)
         records = self._records[:count]
-        for column in layout.small:
+        apart = layout.small
+        if isinstance(arrays, RowArrays) and arrays.bodies.dtype == layout.body:
+            body = f"V{layout.body.itemsize}"
+            records.getfield(body, MARK_BYTES)[...] = arrays.bodies.view(body)
+            apart = [column for column in layout.small if column.name in arrays.beside()]
+        for column in apart:
             to, given = records[column.name], arrays[column.name]
             if column.nbytes > 8 and given.flags.c_contiguous:
                 kind = f"V{column.nbytes}"
@@ -289,7 +296,7 @@ class Homes:
         end = min(block.first + block.count, shard.state.added)
         if (begin, end) != (block.first, block.first + block.count):
             part = slice(begin - block.first, end - block.first)
-            arrays = {name: array[part] for name, array in arrays.items()}
+            arrays = some_rows(arrays, part)
         keys = np.arange(begin, end)
         self._written.into(arrays, keys)
         arrays[END] = self._ends.of(keys, arrays[END])
@@ -367,7 +374,7 @@ class PoolHomes(Homes):
         low, high = np.searchsorted(self._at, (block.first, block.first + block.count))
         own = np.sort(self._order[low:high])
         rows = self._shard.pool["at"][own] - block.first
-        arrays = {name: array[rows] for name, array in arrays.items()}
+        arrays = some_rows(arrays, rows)
         keys = self._shard.pool["keys"][own]
         put_back_by_key(arrays, keys, self._changed)
         arrays[END] = self.ended(own, self._ends.of(keys, arrays[END]))

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.blocks import blob_head, decode_columns, stored_name
+from pipeline.buffer.transitions.blocks import blob_head, decode_columns
+from pipeline.buffer.transitions.bodies import stored_name
 from pipeline.buffer.transitions.columns import LARGE, Arrays, Column, Schema
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.errors import Damaged

@@ -1,6 +1,6 @@
 """Rows that a resume has not read: they lie in blocks on the disk, and are brought in when they are first wanted.
 
-A block is brought in by pieces, of so many rows as lie together in about 16 KiB of its widest column; or as a whole, if
+A block is brought in by pieces, of so many rows as lie together in about 16 KiB; or as a whole, if
 many of its pieces are wanted at once, or its writer left no checksums of parts. Marks of all rows are brought in when
 one is first wanted, without the rows; what follows what is found out then. What belongs to rows and is not in their
 blocks counts as it does otherwise: episodes that were cut, and columns that were written back. A row that has gone
@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
-from pipeline.buffer.transitions.checked import CHUNK, CheckedBlock, Columns, Range
-from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.bodies import some_rows, without
+from pipeline.buffer.transitions.checked import CHUNK, CheckedBlock, Range
+from pipeline.buffer.transitions.columns import LARGE, Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import AHEAD, CUT, END, MARKS, SERIAL, TRUNCATED
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
@@ -57,16 +58,16 @@ class UnreadRows:
         # Where blocks overlap, the rows are the same, and those of the first one are taken.
         self._ends = np.maximum.accumulate(self._firsts + counts)
         self._begins = np.maximum(self._firsts, np.concatenate([self._firsts[:1], self._ends[:-1]]))
-        self._each = max(1, CHUNK // max(1, *(column.nbytes for column in schema.columns)))
+        small = sum(column.nbytes for column in schema.columns if column.nbytes < LARGE)  # which lie together
+        self._each = max(1, CHUNK // max(1, small, *(column.nbytes for column in schema.columns)))
         self._pieces = np.concatenate([[0], np.cumsum(-(-counts // self._each))])  # the first piece of each block
         self._there = np.zeros(int(self._pieces[-1]) + 1, bool)
         self._there[-1] = True  # of what is in no block
         self._left = np.diff(self._pieces)  # pieces of each block that are not there
         self._checked: dict[int, CheckedBlock] = {}
         self._gone = 0  # of so many blocks all rows have gone
-        self._columns: Columns = {column.name: (column.bits, column.shape) for column in schema.columns} | {
-            name: (MARKS[name], ()) for name in KEPT_MARKS
-        }
+        self._columns = [*schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]
+        self._names = [column.name for column in self._columns]
         self._cuts, self._cuts_known = np.empty(0, np.int64), (-1, -1)
         self._shortened = np.sort(np.array(ring.truncated_keys, np.int64))
         self.marks_known = False
@@ -148,11 +149,11 @@ class UnreadRows:
         there = self._there[begin:end]
         for first, last in _runs(~there):
             rows = slice(first * self._each, min(last * self._each, block.count))
-            self._place(number, rows, {name: array[rows] for name, array in arrays.items()})
+            self._place(number, rows, some_rows(arrays, rows))
         self._came(number, np.flatnonzero(~there) + begin)
 
     def _parts(self, number: int, own: list[int]) -> list[_Part]:
-        checked, names = self._check(number), self._schema.names if self.marks_known else self._columns
+        checked, names = self._check(number), self._schema.names if self.marks_known else self._names
         found = []
         for piece in own:
             rows = self._rows_of(number, piece)
@@ -191,9 +192,9 @@ class UnreadRows:
         """Put rows of a block, or their marks alone, where they belong."""
         storage = self._ring.storage
         if self.marks_known:
-            arrays = {name: array for name, array in arrays.items() if name not in KEPT_MARKS}
+            arrays = without(arrays, KEPT_MARKS)
         for slots, keys, which in self._homes(number, rows):
-            part: Arrays = {name: array[which] for name, array in arrays.items()}
+            part = some_rows(arrays, which)
             if not self.marks_known:
                 part[SERIAL] = (keys & 0xFFFFFFFF).astype(np.uint32)
                 part[AHEAD] = np.zeros(len(keys), np.int32)

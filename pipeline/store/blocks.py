@@ -22,6 +22,11 @@ _BLOCK = 256 << 10  # it stays in the cache of a core
 crc32c = google_crc32c.value
 
 
+def crc32c_of_array(array: np.ndarray) -> int:
+    """Return the crc32c of a contiguous array [n] uint8, which is not copied."""
+    return google_crc32c.extend(0, array)  # type: ignore[no-any-return]
+
+
 def crc32c_more(checksum: int, chunk: bytes | bytearray | memoryview) -> int:
     """Return the crc32c of what ``checksum`` (0 for nothing) is of, followed by ``chunk``, which is not copied."""
     if not len(chunk):

@@ -289,13 +289,36 @@ def _plan(key: tuple[Any, ...], arrays: list[np.ndarray]) -> _Layout:
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+    bodies: str = ""
+    """The one of all metadata that is read; no tensor has it."""
 
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError)
-_decode_layout = msgspec.json.Decoder(dict[str, _Entry]).decode
+_METADATA = "__metadata__"  # what safetensors has for texts that are no tensors
+_decode_all = msgspec.json.Decoder(dict[str, _Entry]).decode
+
+
+def _decode_layout(head: bytes | bytearray | memoryview) -> dict[str, _Entry]:
+    found = _decode_all(head)
+    found.pop(_METADATA, None)
+    return found
+
+
+def bodies_of_head(head: bytes | memoryview) -> str:
+    """Return what the length and the JSON of a blob say of ``bodies`` in it, beside its tensors; empty: nothing.
+
+    Raises:
+        Damaged: they cannot be read.
+    """
+    if _METADATA.encode() not in bytes(head):
+        return ""
+    try:
+        return _decode_all(bytes(head[8:])).get(_METADATA, _Entry()).bodies
+    except (*_UNREADABLE, RecursionError) as error:
+        raise Damaged(f"payload: not a safetensors blob ({error})") from None
 
 
 def read_blob(

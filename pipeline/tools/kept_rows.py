@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block
-from pipeline.buffer.transitions.checked import CheckedBlock, Columns
+from pipeline.buffer.transitions.bodies import some_rows
+from pipeline.buffer.transitions.checked import CheckedBlock
 from pipeline.buffer.transitions.columns import LARGE, Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import as_held, dense
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
@@ -186,7 +187,7 @@ class RowsOnDisk:
             if wanted is not None and not _meets(wanted, at, at + keep.stop - keep.start):
                 continue
             arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block))
-            arrays = {name: array[keep] for name, array in arrays.items()}
+            arrays = some_rows(arrays, keep)
             arrays |= {each.name: as_held(arrays[each.name], each) for each in schema.columns}
             keys = np.arange(block.first, block.first + block.count)[keep]
             write_back_into(arrays, keys, written)
@@ -336,16 +337,17 @@ def columns_of_block(held: HeldSegments, block: Block, schema: Schema, names: Se
         Damaged: it is not whole.
     """
     own = [each for each in schema.columns if each.name in names]
-    wanted: Columns = {name: (MARKS[name], ()) for name in names if name in (MARKS.names or ())}
-    wanted = {**wanted, **{each.name: (each.bits, each.shape) for each in own}}
+    marks = [Column(name, MARKS[name].name) for name in names if name in (MARKS.names or ())]
+    wanted = [each.name for each in (*marks, *own)]
     if block.sums < 0 or any(each.nbytes >= LARGE for each in own):  # which may be compressed
         arrays = decode_block(held.payload(block), schema, block.count, held.where(block))
         found = {name: arrays[name][keep] for name in wanted}
         packed = [each for each in own if found[each.name].dtype == object]
         return {**found, **{each.name: dense(found[each.name], each) for each in packed}}
     reader = held.reader(block)
-    checked = CheckedBlock(reader, block.length, block.sums, wanted, block.count, lambda at: held.damaged(block, at))
-    return checked.read(keep, checked.ranges(keep, wanted))
+    columns = [*marks, *own]
+    checked = CheckedBlock(reader, block.length, block.sums, columns, block.count, lambda at: held.damaged(block, at))
+    return dict(checked.read(keep, checked.ranges(keep, wanted)))
 
 
 def origins_listed(table: np.ndarray, number: Ints, where: str) -> tuple[Ints, Ints]:

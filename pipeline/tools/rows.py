@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from pipeline.buffer.transitions.bodies import BODIES, places_said
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.layout import CUT, END, EPISODE, OPEN, PLACE, TERMINATED, TRUNCATED, VERSION
 from pipeline.checkpoint.generations import Stored
@@ -24,7 +25,7 @@ from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_sta
 from pipeline.replay.trajectory_loading import read_infos
 from pipeline.replay.trajectory_state import STATE_FILE as TRAJECTORIES_FILE
 from pipeline.store.blocks import Blocks
-from pipeline.store.codec import read_layout, tensor_of
+from pipeline.store.codec import bodies_of_head, read_layout, tensor_of
 from pipeline.store.frames import HEADER_BYTES
 from pipeline.store.layout import Layout, SegmentKey
 from pipeline.store.segments import Block, read_blocks
@@ -269,11 +270,18 @@ def _parts(file: Blocks, block: Block, names: Sequence[str]) -> dict[str, Ints]:
             return {}
         head = file.exactly(begin, 8 + length)
         laid = read_layout(head, block.length)
-        return {
+        found = {
             name: _array(each.dtype, each.shape, file.exactly(begin + each.begin, each.end - each.begin))
             for name, each in laid.items()
             if name in names
         }
+        if BODIES in laid and (own := [each for each in places_said(bodies_of_head(head)) if each.name in names]):
+            bodies = laid[BODIES]
+            raw = file.exactly(begin + bodies.begin, bodies.end - bodies.begin)
+            for each in own:
+                values, count = each.of(raw, bodies.shape[1]), bodies.shape[0]
+                found[each.name] = _array(each.dtype, (count, *each.shape), values)
+        return found
     except (Damaged, StoreError, TypeError, ValueError, RuntimeError):
         return {}
 

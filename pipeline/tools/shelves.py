@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.blocks import blob_head, stored_name
+from pipeline.buffer.transitions.blocks import blob_head
+from pipeline.buffer.transitions.bodies import stored_name
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.checkpoint.manifest import TRAJECTORIES, MadeOf, Manifest

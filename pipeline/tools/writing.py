@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import encode_rows, rows_of_block
+from pipeline.buffer.transitions.bodies import some_rows
 from pipeline.buffer.transitions.checked import checksum_of
-from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import CompressedColumn
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, PLACE
 from pipeline.buffer.transitions.recycling import Recycler
@@ -118,14 +119,14 @@ class BlockWriter:
         """Where rows wait."""
         return self._ring.storage
 
-    def add(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def add(self, arrays: Arrays) -> None:
         """Add rows: columns and marks [n, ...] by name."""
         count, at = len(next(iter(arrays.values()))), 0
         while at < count:
             room = min(self._most - self._filled, count - at)
             slots = slice(self._filled, self._filled + room)
             self._hold(arrays)
-            self.storage.write(slots, {name: each[at : at + room] for name, each in arrays.items()})
+            self.storage.write(slots, some_rows(arrays, slice(at, at + room)))
             self._fill(room)
             at += room
 

@@ -17,6 +17,7 @@ import pytest
 from pipeline import ConfigError, Damaged, Ordered, Prioritized, Remove, ReplayBuffer, StoreError, Uniform
 from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.buffer.transitions import checked
+from pipeline.buffer.transitions.bodies import BODIES
 from pipeline.checkpoint import verify
 from pipeline.config import Hindsight, StalenessWeighted, WithoutReplacement
 from pipeline.replay import unread as reading
@@ -401,7 +402,9 @@ def _place_of(directory: Path, block: Block, name: str) -> int:
     with _segment(directory, block).open("rb") as file:
         file.seek(block.offset + 64)
         length = int.from_bytes(file.read(8), "little")
-        found: int = json.loads(file.read(length))[name]["data_offsets"][0]
+        head = json.loads(file.read(length))
+    places = {each[0]: head[BODIES]["data_offsets"][0] + each[3] for each in json.loads(head["__metadata__"]["bodies"])}
+    found: int = places[name] if name in places else head[name]["data_offsets"][0]
     return 8 + length + found
 
 

@@ -1,4 +1,5 @@
-"""Rows as bytes: a block of them is a ``safetensors`` blob, its columns under their names, its marks beside them.
+"""Rows as bytes: a block of them is a ``safetensors`` blob, its large columns under their names, its small ones in
+bodies, its marks beside them.
 
 The mark that says how far ahead an episode goes on is left out: it may change after a block was written, and follows
 from how far behind the next row's predecessor lies.
@@ -9,20 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
+from pipeline.buffer.transitions.bodies import BODIES, RowArrays, body_of, described, some_rows, stored_name, without
 from pipeline.buffer.transitions.checked import CHUNK, SUMS, sums_of
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import LENGTHS, PACKED, CompressedColumn, fitting
-from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, SERIAL, VERSION
 from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
-from pipeline.buffer.transitions.storage import Slots
+from pipeline.buffer.transitions.storage import Slots, TransitionStorage
 from pipeline.errors import Damaged
-from pipeline.store.codec import TensorBytes, dtype_name, item_bytes, read_bytes
+from pipeline.store.codec import TensorBytes, bodies_of_head, item_bytes, read_bytes
 
 KEPT_MARKS = (EPISODE, PLACE, BEHIND, VERSION, END)
 BLOCK_BYTES = 4 << 20
@@ -44,33 +45,65 @@ def encode_block(ring: Ring, first: int, count: int, memory: Recycler | None = N
 
 def encode_rows(ring: Ring, slots: Slots, count: int, memory: Recycler | None = None) -> memoryview:
     """As :func:`encode_block`, of the rows in ``count`` slots."""
-    layout = ring.storage.layout
+    storage = ring.storage
+    layout = storage.layout
     assert layout is not None
-    parts: list[tuple[str, str, tuple[int, ...], Any]] = []
-    for column in [*layout.schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]:
-        view: Any = ring.storage.view(column.name)
+    parts: list[_Part] = []
+    packed = len(layout.small) > 1  # one column is a tensor like any other
+    for column in layout.large if packed else layout.schema.columns:
+        view: Any = storage.view(column.name)
         if isinstance(view, CompressedColumn):
             parts += _packed(column.name, view.packed(slots))
         else:
-            parts.append((column.name, stored_name(column), (count, *column.shape), view))
-    parts.sort(key=lambda part: -item_bytes(part[1]))
-    data = sum(item_bytes(dtype) * prod(shape) for _, dtype, shape, _ in parts)
-    parts.append((SUMS, "U8", (4 * -(-data // CHUNK),), None))
-    head, offsets = blob_head([part[:3] for part in parts])
+            parts.append(_Part(column.name, stored_name(column), (count, *column.shape), view))
+    marks = np.empty(count, MARKS)
+    parts += [_Part(name, stored_name(Column(name, MARKS[name].name)), (count,), marks[name]) for name in KEPT_MARKS]
+    parts.sort(key=lambda part: -item_bytes(part.dtype))
+    said = ""
+    if packed:  # in front: all of them are aligned there, and so is what follows
+        parts.insert(0, _Part(BODIES, "U8", (count, layout.body.itemsize), storage.bodies))
+        said = described({each.name: (stored_name(each), each.shape) for each in layout.small}, layout.body)
+    data = sum(item_bytes(part.dtype) * prod(part.shape) for part in parts)
+    sums = (SUMS, "U8", (4 * -(-data // CHUNK),))
+    head, offsets = blob_head([*((part.name, part.dtype, part.shape) for part in parts), sums], said)
     blob = (memory or Recycler()).array("block", len(head) + offsets[-1], (), np.dtype(np.uint8))
     blob[: len(head)] = np.frombuffer(head, np.uint8)
-    for (name, _, shape, source), begin, end in zip(parts[:-1], offsets, offsets[1:], strict=False):
-        part = blob[len(head) + begin : len(head) + end].view(source.dtype).reshape(shape)
-        part[...] = source if name.startswith((PACKED, LENGTHS)) else source[slots]
+    places = {
+        part.name: blob[len(head) + begin : len(head) + end]
+        for part, begin, end in zip(parts, offsets, offsets[1:], strict=False)
+    }
+    storage.copy_out(slots, marks, places.pop(BODIES).reshape(count, -1) if packed else None)
+    for part in parts[packed:]:
+        to = places[part.name].view(part.source.dtype)
+        if part.name.startswith((PACKED, LENGTHS)) or part.name in KEPT_MARKS:
+            to[...] = part.source
+        else:
+            to.reshape(count, *part.source.shape[1:])[...] = part.source[slots]
     blob[len(head) + data :] = sums_of(blob[len(head) : len(head) + data])
     return memoryview(blob.data)
 
 
-def _packed(name: str, rows: np.ndarray) -> list[tuple[str, str, tuple[int, ...], Any]]:
+def encode_arrays(schema: Schema, arrays: Arrays, count: int) -> memoryview:
+    """As :func:`encode_block`, of ``count`` rows that lie in no ring: columns and marks [count, ...] by name."""
+    ring = Ring(TransitionStorage(count, schema))
+    ring.storage.write(slice(0, count), arrays)
+    return encode_rows(ring, slice(0, count), count)
+
+
+class _Part(NamedTuple):
+    """A tensor of a block, and where it is copied from."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: Any
+
+
+def _packed(name: str, rows: np.ndarray) -> list[_Part]:
     """Return a compressed column as parts of a blob: the rows one after the other, and how long each is."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     joined = np.frombuffer(b"".join(rows.tolist()), np.uint8)
-    return [(LENGTHS + name, "I64", lengths.shape, lengths), (PACKED + name, "U8", joined.shape, joined)]
+    return [_Part(LENGTHS + name, "I64", lengths.shape, lengths), _Part(PACKED + name, "U8", joined.shape, joined)]
 
 
 def _unpacked(found: Mapping[str, TensorBytes], name: str, count: int, where: str) -> np.ndarray | None:
@@ -88,11 +121,11 @@ def _unpacked(found: Mapping[str, TensorBytes], name: str, count: int, where: st
     return rows
 
 
-def blob_head(parts: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
+def blob_head(parts: Sequence[tuple[str, str, tuple[int, ...]]], bodies: str = "") -> tuple[bytes, list[int]]:
     """Return the beginning of a ``safetensors`` blob up to its data, and where in these each part begins, and the last
     one ends. Parts are (name, dtype as safetensors spells it, shape), wide types first, so that each is aligned to its
-    own item size without gaps."""
-    header: dict[str, Any] = {}
+    own item size without gaps. ``bodies`` is what is said of these, if it has such."""
+    header: dict[str, Any] = {"__metadata__": {"bodies": bodies}} if bodies else {}
     offsets = [0]
     for name, dtype, shape in parts:
         offsets.append(offsets[-1] + item_bytes(dtype) * prod(shape))
@@ -122,8 +155,10 @@ def decode_columns(blob: Any, columns: Sequence[Column], leading: tuple[int, ...
         Damaged: one is missing, or of another dtype or shape.
     """
     found = read_bytes(blob, where)
-    arrays: Arrays = {}
+    arrays = _bodies(blob, found, columns, leading[0], where) if BODIES in found else {}
     for column in columns:
+        if column.name in arrays:
+            continue
         tensor = found.get(column.name)
         if tensor is None and (rows := _unpacked(found, column.name, leading[0], where)) is not None:
             arrays[column.name] = rows
@@ -140,6 +175,17 @@ def decode_columns(blob: Any, columns: Sequence[Column], leading: tuple[int, ...
     return arrays
 
 
+def _bodies(
+    blob: Any, found: Mapping[str, TensorBytes], columns: Sequence[Column], count: int, where: str
+) -> RowArrays:
+    """Return the columns of a block that lie in bodies."""
+    bodies = found[BODIES]
+    if bodies.dtype != "U8" or len(bodies.shape) != 2 or bodies.shape[0] != count:
+        raise Damaged(f"{where}: bodies are {bodies.dtype}{list(bodies.shape)} there, {count} were expected")
+    said = bodies_of_head(memoryview(blob)[: 8 + int.from_bytes(blob[:8], "little")])
+    return RowArrays({}, bodies.array.view(body_of(said, bodies.shape[1], columns, where)))
+
+
 def take_back(ring: Ring, first: int, count: int, arrays: Arrays) -> None:
     """Put the rows of a block into their slots: those that are the ring's by its counters, which are set already.
 
@@ -154,13 +200,10 @@ def take_back(ring: Ring, first: int, count: int, arrays: Arrays) -> None:
     room = min(ring.capacity - begin, high - low)
     for start, at, size in ((low - first, begin, room), (low - first + room, 0, high - low - room)):
         if size:
-            part = {name: array[start : start + size] for name, array in arrays.items()}
-            ring.storage.write(slice(at, at + size), part)
-            ring.storage.mark_serials(slice(at, at + size), first + start)
+            part = some_rows(arrays, slice(start, start + size))
+            marks = np.zeros(size, MARKS)
+            for name in KEPT_MARKS:
+                marks[name] = part[name]
+            marks[SERIAL] = (np.arange(size) + (first + start & 0xFFFFFFFF)).astype(np.uint32)
+            ring.storage.copy_in(slice(at, at + size), without(part, KEPT_MARKS), marks)
             ring.link_back(first + start, part[BEHIND], part[EPISODE], part[PLACE])
-
-
-def stored_name(column: Column) -> str:
-    """Return how safetensors spells the dtype in which a column is stored."""
-    kind = column.torch_only
-    return dtype_name(torch.from_numpy(np.empty(0, column.bits)).dtype if kind is None else kind)

@@ -7,17 +7,18 @@ from the manifest to any 16 KiB of rows, and a row can be had for the reading of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Arrays
+from pipeline.buffer.transitions.bodies import BODIES, RowArrays, body_of
+from pipeline.buffer.transitions.columns import Arrays, Column
 from pipeline.buffer.transitions.compressed import PACKED
 from pipeline.errors import Damaged, UsageError
-from pipeline.store.blocks import crc32c, crc32c_more
-from pipeline.store.codec import Laid, read_layout
+from pipeline.store.blocks import crc32c, crc32c_more, crc32c_of_array
+from pipeline.store.codec import Laid, bodies_of_head, read_layout
 
 SUMS = "#sums"
 CHUNK = 16 << 10
@@ -26,7 +27,10 @@ _HEAD = 2048  # bytes in which the header of most blocks lies
 
 def sums_of(data: np.ndarray) -> np.ndarray:
     """Return the crc32c of every 16 KiB of bytes: [4 n] uint8, each in little endian."""
-    sums = [crc32c_more(0, data[begin : begin + CHUNK].data) for begin in range(0, len(data), CHUNK)]
+    whole = len(data) // CHUNK
+    sums = [crc32c_of_array(each) for each in data[: whole * CHUNK].reshape(whole, CHUNK)]
+    if whole * CHUNK < len(data):
+        sums.append(crc32c_of_array(data[whole * CHUNK :]))
     return np.array(sums, "<u4").view(np.uint8)
 
 
@@ -39,12 +43,8 @@ def checksum_of(blob: memoryview) -> int:
     return crc32c_more(crc32c_more(0, head), blob[laid.begin : laid.end])
 
 
-Columns = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
-"""The dtype and the shape of a row's value, by column."""
-
-
 class Range(NamedTuple):
-    """Where the values of some rows of a column lie."""
+    """Where the values of some rows lie: of a column, or of those that are in bodies."""
 
     name: str
     first: int
@@ -64,7 +64,7 @@ class CheckedBlock:
         read: Callable[[int, int], bytes],
         size: int,
         checksum: int,
-        columns: Columns,
+        columns: Sequence[Column],
         count: int,
         damaged: Callable[[int], Damaged],
     ) -> None:
@@ -72,14 +72,15 @@ class CheckedBlock:
         read: returns a part of the payload: from where on, how many bytes; fewer at the file's end.
         size: of the payload.
         checksum: what :func:`checksum_of` gave.
-        columns: that it has, marks among them.
+        columns: that may be asked for, marks among them.
         count: of rows.
         damaged: makes the error for what lies somewhere in the payload.
 
         Raises:
             Damaged: header or sums are not what they were.
         """
-        self._read, self._damaged, self._columns, self._count = read, damaged, columns, count
+        self._read, self._damaged, self._count = read, damaged, count
+        self._columns = {column.name: column for column in columns}
         self._known: dict[str, tuple[int, int]] = {}
         head = read(0, min(_HEAD, size))
         length = 8 + int.from_bytes(head[:8], "little")
@@ -89,6 +90,7 @@ class CheckedBlock:
         try:
             self._laid: dict[str, Laid] = read_layout(head, size)
             sums = self._laid[SUMS]
+            self._body = self._of_bodies(head, columns)
         except (Damaged, KeyError):
             raise damaged(0) from None
         raw = read(sums.begin, sums.end - sums.begin)
@@ -97,6 +99,15 @@ class CheckedBlock:
         self._begin, self._end = len(head), sums.begin
         self._sums: list[int] = np.frombuffer(raw, "<u4").tolist()
 
+    def _of_bodies(self, head: bytes, columns: Sequence[Column]) -> np.dtype[Any]:
+        """Return the dtype of the block's bodies: without a field, it has none."""
+        laid = self._laid.get(BODIES)
+        if laid is None:
+            return np.dtype([])
+        if laid.dtype != "U8" or len(laid.shape) != 2 or laid.end - laid.begin != self._count * laid.shape[1]:
+            raise self._damaged(0)
+        return body_of(bodies_of_head(head), laid.shape[1], columns, "a block")
+
     def ranges(self, rows: slice, names: Iterable[str]) -> list[Range]:
         """Return where the values of rows lie, by column.
 
@@ -104,22 +115,28 @@ class CheckedBlock:
             Damaged: a column is not there, or not as it should be.
             UsageError: its rows are compressed.
         """
-        found = []
+        found, fields, packed = [], self._body.names or (), False
         for name in names:
-            begin, width = self._column(name)
-            low, high = begin + rows.start * width, begin + rows.stop * width
-            first, last = low // CHUNK, -(-high // CHUNK)
-            end = min(self._begin + last * CHUNK, self._end)
-            found.append(Range(name, first, self._begin + first * CHUNK, end, low - first * CHUNK))
+            if name not in fields:
+                found.append(self._range(name, rows, *self._column(name)))
+            elif not packed:  # they come together
+                packed = True
+                found.append(self._range(BODIES, rows, self._laid[BODIES].begin - self._begin, self._body.itemsize))
         return found
+
+    def _range(self, name: str, rows: slice, begin: int, width: int) -> Range:
+        low, high = begin + rows.start * width, begin + rows.stop * width
+        first, last = low // CHUNK, -(-high // CHUNK)
+        end = min(self._begin + last * CHUNK, self._end)
+        return Range(name, first, self._begin + first * CHUNK, end, low - first * CHUNK)
 
     def _column(self, name: str) -> tuple[int, int]:
         """Return where a column begins in the data, and the bytes of a row."""
         known = self._known.get(name)
         if known is None:
             laid = self._laid.get(name)
-            bits, shape = self._columns[name]
-            width = bits.itemsize * prod(shape)
+            column = self._columns[name]
+            shape, width = column.shape, column.nbytes
             if laid is None and PACKED + name in self._laid:
                 raise UsageError(
                     f"column {name!r}: its rows were saved with compress=, and are read whole; resume(verify='full')"
@@ -130,7 +147,7 @@ class CheckedBlock:
         return known
 
     def read(self, rows: slice, ranges: Iterable[Range]) -> Arrays:
-        """Return columns of rows: [n, ...] each.
+        """Return columns of rows: [n, ...] each. Of those that are in bodies all come together.
 
         Args:
             rows: which.
@@ -141,21 +158,30 @@ class CheckedBlock:
             StoreError: they cannot be read now.
         """
         arrays: Arrays = {}
-        count, sums = rows.stop - rows.start, self._sums
-        for name, first, begin, end, low in ranges:
-            raw = self._read(begin, end - begin)
-            if end - begin <= CHUNK:
-                if end > begin and crc32c(raw) != sums[first]:
-                    raise self._damaged(begin)
-            else:
-                view = memoryview(raw)
-                for at in range(0, end - begin, CHUNK):
-                    if crc32c_more(0, view[at : at + CHUNK]) != sums[first + at // CHUNK]:
-                        raise self._damaged(begin + at)
-            if len(raw) < end - begin:
+        bodies: np.ndarray | None = None
+        count = rows.stop - rows.start
+        for each in ranges:
+            raw = self._checked(each)
+            if each.name == BODIES:
+                bodies = np.frombuffer(raw, self._body, count, each.low)
+                continue
+            column = self._columns[each.name]
+            size = count * prod(column.shape)
+            values = np.frombuffer(raw, column.bits, size, each.low) if size else np.empty(0, column.bits)
+            arrays[each.name] = values.reshape(count, *column.shape) if column.shape else values
+        return arrays if bodies is None else RowArrays(arrays, bodies)
+
+    def _checked(self, part: Range) -> bytes:
+        begin, end, sums = part.begin, part.end, self._sums
+        raw = self._read(begin, end - begin)
+        if end - begin <= CHUNK:
+            if end > begin and crc32c(raw) != sums[part.first]:
                 raise self._damaged(begin)
-            bits, shape = self._columns[name]
-            size = count * prod(shape)
-            values = np.frombuffer(raw, bits, size, low) if size else np.empty(0, bits)
-            arrays[name] = values.reshape(count, *shape) if shape else values
-        return arrays
+        else:
+            view = memoryview(raw)
+            for at in range(0, end - begin, CHUNK):
+                if crc32c_more(0, view[at : at + CHUNK]) != sums[part.first + at // CHUNK]:
+                    raise self._damaged(begin + at)
+        if len(raw) < end - begin:
+            raise self._damaged(begin)
+        return raw

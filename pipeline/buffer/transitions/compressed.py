@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from pipeline.buffer.transitions.bodies import RowArrays
 from pipeline.buffer.transitions.columns import LARGE, Column, Schema
 from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.errors import ConfigError
@@ -167,7 +168,7 @@ def check_compressed(compress: Mapping[str, str] | None, schema: Schema) -> None
 
 def fitting(arrays: Mapping[str, np.ndarray], views: Mapping[str, Any], schema: Schema) -> dict[str, np.ndarray]:
     """Return columns that were read, those that are packed unpacked where they are not held so."""
-    found = dict(arrays)
+    found: dict[str, np.ndarray] = arrays.copy() if isinstance(arrays, RowArrays) else dict(arrays)
     for name, array in arrays.items():
         if array.dtype == object and not isinstance(views[name], CompressedColumn):
             column = schema.column(name)

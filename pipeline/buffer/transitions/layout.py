@@ -36,6 +36,7 @@ class RowLayout:
 
     Attributes:
         record: dtype of the packed record: the marks, then the small columns.
+        body: dtype of what of it is no mark; of no bytes where no column is small.
         small, large: the columns in the record, and those with arrays of their own.
         row_bytes: memory for one row.
         torch_only: dtypes that numpy does not know, by column.
@@ -62,6 +63,14 @@ class RowLayout:
         itemsize = -(-end // unit) * unit
         spec: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
         self.record = np.dtype(spec)
+        marks = len(fields)
+        spec = {
+            "names": names[marks:],
+            "formats": formats[marks:],
+            "offsets": [offset - MARK_BYTES for offset in offsets[marks:]],
+            "itemsize": itemsize - MARK_BYTES,
+        }
+        self.body = np.dtype(spec)
         self.row_bytes = itemsize + sum(column.nbytes for column in self.large)
 
     def column(self, name: str) -> Column:

@@ -133,12 +133,12 @@ class MappedStorage(TransitionStorage):
     def shape(self, schema: Schema) -> None:
         layout = RowLayout(schema)
         ProcessMemory().check(MARK_BYTES * self.capacity, f"capacity={self.capacity}: marks of rows")
-        small = _apart(layout)
-        dtypes = {} if small is None else {"#small": small}
+        dtypes = {"#small": layout.body} if layout.small else {}
         dtypes |= {each.name: np.dtype((np.void, each.nbytes)) for each in layout.large}
         file = MappedRows(self._directory, self.capacity, dtypes)
         arrays = file.arrays
         self.records = arrays.pop("#small", np.empty(0, np.uint8))
+        self.bodies = self.records.view(f"V{layout.body.itemsize}") if layout.small else np.empty(0, "V0")
         self.large = {
             each.name: arrays[each.name].view(each.bits).reshape(self.capacity, *each.shape) for each in layout.large
         }
@@ -163,6 +163,10 @@ class MappedStorage(TransitionStorage):
         if not arrays.keys() <= _MARK_NAMES:
             self.take(slots)
         super().write(slots, arrays)
+
+    def copy_in(self, slots: slice, arrays: Arrays, marks: np.ndarray) -> None:
+        self.take(slots)
+        super().copy_in(slots, arrays, marks)
 
     def place(self, begin: int, rows: np.ndarray, records: np.ndarray, large: Mapping[str, np.ndarray]) -> None:
         slots = slice(begin, begin + len(rows))
@@ -191,23 +195,6 @@ class MappedStorage(TransitionStorage):
             if column.name in wanted:
                 arrays[column.name] = self._take_large(column, flat)
         return Gathered(layout, marks, arrays, slots.shape)
-
-
-def _apart(layout: RowLayout) -> np.dtype[Any] | None:
-    """Return the record of the small columns alone; None if there is none."""
-    fields: Any = layout.record.fields
-    names = [name for name in fields if name in layout.small_names]
-    if not names:
-        return None
-    formats, offsets = [fields[name][0] for name in names], [fields[name][1] - MARK_BYTES for name in names]
-    spec: Any = {
-        "names": names,
-        "formats": formats,
-        "offsets": offsets,
-        "itemsize": layout.record.itemsize - MARK_BYTES,
-    }
-    record: np.dtype[Any] = np.dtype(spec)
-    return record
 
 
 class MappedRing(Ring):

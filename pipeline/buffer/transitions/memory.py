@@ -22,7 +22,7 @@ class Memory(Protocol):
         ...
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """Return an array with any content."""
+        """Return an array of zeros: what no column fills up goes to the disk too."""
         ...
 
 
@@ -39,4 +39,4 @@ class ProcessMemory:
             )
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        return np.empty(shape, dtype)
+        return np.zeros(shape, dtype)  # no page is touched for that

@@ -79,7 +79,7 @@ class BlockPacker:
 
     def __init__(self, layout: RowLayout, count: int) -> None:
         self.count = count
-        records = np.empty(count, layout.record)
+        records = np.zeros(count, layout.record)  # what no column fills up goes to the disk too
         self.whole = records.view(f"V{records.itemsize}")
         """[count]: the records of the block, as runs of bytes."""
         self._marks = records.getfield(f"V{MARK_BYTES}")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.buffer.transitions.bodies import RowArrays
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
-from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, SERIAL, RowLayout
+from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
 from pipeline.buffer.transitions.packing import MANY, MARKS_CODE, MOST_BYTES, BlockPacker, RowPacker, as_runs
 from pipeline.buffer.transitions.recycling import Recycler
@@ -19,6 +20,7 @@ from pipeline.buffer.transitions.unread import Unread
 Slots = slice | np.ndarray
 _MARKS = struct.Struct(f"<{MARKS_CODE}")
 _LINK = struct.Struct("<i")
+_AT_ONCE = 1024
 _AHEAD_AT = np.dtype(MARKS).fields[AHEAD][1]  # type: ignore[index]
 
 
@@ -49,6 +51,8 @@ class TransitionStorage:
         self._runs: dict[str, np.ndarray] = {}  # [capacity, 1]: small columns of several values, as runs of bytes
         self._bytes = memoryview(b"")
         self._plain = np.empty(0, f"V{MARK_BYTES}")  # the marks of each slot, without fields
+        self.bodies = np.empty(0, "V0")
+        """[capacity]: the small columns of each slot, as runs of bytes."""
         self._whole = np.empty(0, f"V{MARK_BYTES}")  # the record of each slot, without fields
         # Where it need not be seen from the marks that a row is whole, and records lie one after the other:
         self._packer: RowPacker | None = None
@@ -69,6 +73,8 @@ class TransitionStorage:
         self.large = {
             each.name: self._memory.array(each.name, (self.capacity, *each.shape), each.bits) for each in layout.large
         }
+        if layout.small:
+            self.bodies = self.records.getfield(f"V{layout.body.itemsize}", MARK_BYTES)
         self._use(layout, self.records, {name: self.records[name] for name in layout.record.names or ()})
         if self._memory.__class__ is ProcessMemory:
             self._packer, self._blocks = RowPacker(layout), None
@@ -89,6 +95,7 @@ class TransitionStorage:
         self.layout = self.schema = self.unread = self._packer = self._blocks = None
         self.records, self.large, self._views, self._runs = np.empty(0, MARKS), {}, {}, {}
         self._bytes, self._plain, self._whole = memoryview(b""), self._plain[:0].copy(), self._whole[:0].copy()
+        self.bodies = self.bodies[:0].copy()
 
     def lay(self, name: str, memory: np.ndarray) -> np.ndarray:
         """Have a large column lie in other memory [capacity, ...] from now on, and return where it lay; rows that are
@@ -116,8 +123,36 @@ class TransitionStorage:
 
     def write(self, slots: Slots, arrays: Mapping[str, Any]) -> None:
         """Copy columns or marks, [n, ...] or one value for all, into n slots."""
+        if isinstance(arrays, RowArrays) and self.layout is not None and arrays.bodies.dtype == self.layout.body:
+            self.bodies[slots] = arrays.bodies.view(self.bodies.dtype)
+            arrays = arrays.beside()
         for name, array in arrays.items():
             self._views[name][slots] = array
+
+    def copy_out(self, slots: Slots, marks: np.ndarray, bodies: np.ndarray | None) -> None:
+        """Copy marks [n], with their fields, and small columns [n, bytes] of rows out."""
+        count, plain = len(marks), marks.view(self._plain.dtype)
+        whole = None if bodies is None else bodies.view(self.bodies.dtype)[:, 0]
+        for begin in range(0, count, _AT_ONCE):  # the second copy finds the records in the caches
+            end = min(begin + _AT_ONCE, count)
+            some = slice(slots.start + begin, slots.start + end) if isinstance(slots, slice) else slots[begin:end]
+            plain[begin:end] = self._plain[some]
+            if whole is not None:
+                whole[begin:end] = self.bodies[some]
+
+    def copy_in(self, slots: slice, arrays: Arrays, marks: np.ndarray) -> None:
+        """Copy columns [n, ...] and marks [n], with their fields, into n slots."""
+        plain, begin = marks.view(self._plain.dtype), slots.start
+        if not isinstance(arrays, RowArrays) or self.layout is None or arrays.bodies.dtype != self.layout.body:
+            self.write(slots, arrays)
+            self._plain[slots] = plain
+            return
+        bodies = arrays.bodies.view(self.bodies.dtype)
+        for at in range(0, len(plain), _AT_ONCE):
+            end = min(at + _AT_ONCE, len(plain))
+            self.bodies[begin + at : begin + end] = bodies[at:end]
+            self._plain[begin + at : begin + end] = plain[at:end]
+        self.write(slots, arrays.beside())
 
     def place(self, begin: int, rows: np.ndarray, records: np.ndarray, large: Mapping[str, np.ndarray]) -> None:
         """Copy some of the packed records [n], and of large columns [n, ...], into the slots from ``begin`` on."""
@@ -189,11 +224,6 @@ class TransitionStorage:
                     views[name][slots] = array
             self._plain[slots] = marks
         views[AHEAD][begin - linked : begin] = links
-
-    def mark_serials(self, slots: slice, key: int) -> None:
-        """Write the serials of rows whose keys follow each other from ``key`` on."""
-        count = slots.stop - slots.start
-        self._views[SERIAL][slots] = (np.arange(count) + (key & 0xFFFFFFFF)).astype(np.uint32)
 
     def gather(self, slots: np.ndarray, names: Iterable[str] | None = None) -> Gathered:
         """Copy rows out: of ``slots`` [...] all columns, or those of ``names``, and the marks.

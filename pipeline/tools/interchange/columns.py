@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeline.buffer.transitions.blocks import stored_name
+from pipeline.buffer.transitions.bodies import stored_name
 from pipeline.buffer.transitions.columns import Column
 from pipeline.store.codec import TensorBytes, dtype_name
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
-import numpy as np
 
-from pipeline.buffer.transitions.blocks import BLOCK_BYTES, blob_head, stored_name
-from pipeline.buffer.transitions.checked import SUMS, checksum_of, sums_of
-from pipeline.buffer.transitions.columns import Column, Schema
-from pipeline.buffer.transitions.layout import BEHIND, MARKS
+from pipeline.buffer.transitions.blocks import BLOCK_BYTES, encode_arrays
+from pipeline.buffer.transitions.checked import checksum_of
+from pipeline.buffer.transitions.layout import BEHIND
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
 from pipeline.store.segments import Block
@@ -57,7 +54,7 @@ def write_transitions(
         for rows in rechunked(stream.batches(), _most):
             marks = linker.marks_of(rows)
             first, count = int(marks[KEY][0]), len(rows)
-            blob = _encoded(stream.schema, rows, marks)
+            blob = encode_arrays(stream.schema, {**rows.columns, **{name: marks[name] for name in _KEPT}}, len(rows))
             at = run.place(blob, first)
             blocks.append(msgspec.structs.replace(Block.at(first, count, at), sums=checksum_of(blob)))
             if spool is not None:
@@ -85,26 +82,6 @@ def write_transitions(
 def _most(rows: Rows) -> int:
     """Return how many rows are to be a block, by the size of these."""
     return max(1, BLOCK_BYTES * len(rows) // max(1, rows.nbytes + 32 * len(rows)))
-
-
-def _encoded(schema: Schema, rows: Rows, marks: dict[str, np.ndarray]) -> memoryview:
-    """Return a block's payload."""
-    count = len(rows)
-    columns = [*schema.columns, *(Column(name, MARKS[name].name) for name in _KEPT)]
-    columns.sort(key=lambda column: -column.bits.itemsize)
-    data = sum(count * column.nbytes for column in columns)
-    sizes: list[tuple[str, str, tuple[int, ...]]] = [
-        (column.name, stored_name(column), (count, *column.shape)) for column in columns
-    ]
-    head, offsets = blob_head([*sizes, (SUMS, "U8", (4 * -(-data // (16 << 10)),))])
-    blob = np.empty(len(head) + offsets[-1], np.uint8)
-    blob[: len(head)] = np.frombuffer(head, np.uint8)
-    for column, begin, end in zip(columns, offsets, offsets[1:], strict=False):
-        source: Any = marks[column.name] if column.name in _KEPT else rows.columns[column.name]
-        if begin < end:
-            blob[len(head) + begin : len(head) + end].view(column.bits)[...] = source.reshape(-1)
-    blob[len(head) + data :] = sums_of(blob[len(head) : len(head) + data])
-    return memoryview(blob.data)
 
 
 def _state(stream: Transitions, linker: Linker, most: float) -> BufferState:
