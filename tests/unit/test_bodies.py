@@ -1,0 +1,184 @@
+"""Small columns of rows that lie together in a block, as in memory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import ReplayBuffer
+from pipeline.buffer.transitions.blocks import KEPT_MARKS, blob_head, decode_block, encode_arrays, encode_block
+from pipeline.buffer.transitions.bodies import BODIES, RowArrays, some_rows, without
+from pipeline.buffer.transitions.checked import CheckedBlock, checksum_of
+from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.layout import MARKS
+from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.errors import Damaged
+
+DTYPES = ["bool", "uint8", "int16", "float16", "bfloat16", "float8_e5m2", "float32", "int64", "complex64", "float64"]
+NUMPY = {"F32": "<f4", "F64": "<f8", "F16": "<f2", "I64": "<i8", "I16": "<i2", "U8": "u1", "BOOL": "?", "C64": "<c8"}
+
+
+def columns_of(draw: Any) -> list[Column]:
+    count = draw(st.integers(1, 6))
+    shapes = st.sampled_from([(), (3,), (2, 5), (0,), (1,), (300,), (1100,)])
+    return [Column(f"c{at}", draw(st.sampled_from(DTYPES)), draw(shapes)) for at in range(count)]
+
+
+def values(column: Column, count: int, seed: int) -> np.ndarray:
+    raw = np.random.default_rng(seed).integers(0, 2, (count, column.nbytes)).astype(np.uint8)
+    return raw.view(column.bits).reshape(count, *column.shape) if column.nbytes else raw.reshape(count, *column.shape)
+
+
+def given_rows(columns: list[Column], count: int) -> dict[str, np.ndarray]:
+    arrays = {column.name: values(column, count, at).astype(column.bits) for at, column in enumerate(columns)}
+    return arrays | {name: np.arange(count).astype(MARKS[name]) % 2 for name in KEPT_MARKS}
+
+
+@given(st.data(), st.integers(1, 40))
+def test_what_is_written_is_read(data: st.DataObject, count: int) -> None:
+    columns = columns_of(data.draw)
+    schema, arrays = Schema(tuple(columns)), given_rows(columns, count)
+    blob = encode_arrays(schema, arrays, count)
+    found = decode_block(blob, schema, count, "a block")
+    assert isinstance(found, RowArrays) == (sum(each.nbytes < 1024 for each in columns) > 1)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].tobytes() == array.tobytes(), name
+    storage = TransitionStorage(count + 3, schema)
+    storage.write(slice(2, 2 + count), found)
+    for name, array in arrays.items():
+        assert storage.view(name)[2 : 2 + count].tobytes() == array.tobytes(), name
+    assert bytes(encode_arrays(schema, found, count)) == bytes(blob)  # what no column fills up is 0, too
+
+
+def test_anybody_can_read_it_with_the_format_s_own_library() -> None:
+    buffer = ReplayBuffer(50)
+    reward = np.arange(50, dtype=np.float32)
+    obs = np.random.default_rng(0).random((50, 3)).astype(np.float64)
+    buffer.extend({"obs": obs, "reward": reward, "done": reward % 7 == 6, "image": np.ones((50, 40, 40), np.uint8)})
+    blob = bytes(encode_block(buffer.ring, 5, 40))
+    tensors = safetensors.numpy.load(blob)
+    length = int.from_bytes(blob[:8], "little")
+    said = json.loads(json.loads(blob[8 : 8 + length])["__metadata__"]["bodies"])
+    bodies = tensors[BODIES]
+    assert sorted(name for name, *_ in said) == ["done", "obs", "reward"]
+    found = {}
+    for name, dtype, shape, begin in said:
+        size = np.dtype(NUMPY[dtype]).itemsize * int(np.prod(shape))
+        raw = np.ascontiguousarray(bodies[:, begin : begin + size])
+        found[name] = raw.view(NUMPY[dtype]).reshape(len(bodies), *shape)
+    assert (found["obs"] == obs[5:45]).all()
+    assert (found["reward"] == reward[5:45]).all()
+    assert (found["done"] == (reward[5:45] % 7 == 6)).all()
+    assert tensors["image"].shape == (40, 40, 40)
+
+
+COLUMNS = [Column("a", "float32", (3,)), Column("b", "int16"), Column("c", "float64")]
+SCHEMA = Schema(tuple(COLUMNS))
+
+
+def block_of(said: Any, width: int, count: int = 4, dtype: str = "U8") -> bytes:
+    """A block whose bodies are described in some way."""
+    marks = [(name, {"<i8": "I64", "<i4": "I32", "|u1": "U8"}[MARKS[name].str], (count,)) for name in KEPT_MARKS]
+    parts = [(BODIES, dtype, (count, width)), *sorted(marks, key=lambda each: -int(each[1][1:]))]
+    head, offsets = blob_head(parts, said if isinstance(said, str) else json.dumps(said))
+    return head + bytes(range(256)) * (offsets[-1] // 256) + bytes(offsets[-1] % 256)
+
+
+def test_bodies_that_lie_otherwise_than_in_memory_are_read_too() -> None:
+    said = [["b", "I16", [], 30], ["gone", "F32", [], 0], ["c", "F64", [], 1], ["a", "F32", [3], 9]]
+    blob = block_of(said, 40)
+    found = decode_block(blob, SCHEMA, 4, "a block")
+    begin = 8 + int.from_bytes(blob[:8], "little")
+    raw = np.frombuffer(blob, np.uint8, 160, begin).reshape(4, 40)
+    assert found["b"].tobytes() == raw[:, 30:32].tobytes()
+    assert found["c"].tobytes() == raw[:, 1:9].tobytes()
+    assert found["a"].tobytes() == raw[:, 9:21].tobytes()
+    storage = TransitionStorage(4, SCHEMA)
+    storage.write(slice(0, 4), found)
+    assert storage.view("a")[:].tobytes() == raw[:, 9:21].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("said", "width", "dtype", "count"),
+    [
+        ("[", 40, "U8", 4),
+        ("", 40, "U8", 4),
+        ([["a", "F32", [3], 29], ["b", "I16", [], 0], ["c", "F64", [], 2]], 40, "U8", 4),  # past the end
+        ([["a", "F32", [3], -1], ["b", "I16", [], 0], ["c", "F64", [], 2]], 40, "U8", 4),
+        ([["a", "F32", [2], 0], ["b", "I16", [], 20], ["c", "F64", [], 24]], 40, "U8", 4),  # another shape
+        ([["a", "I32", [3], 0], ["b", "I16", [], 20], ["c", "F64", [], 24]], 40, "U8", 4),  # another dtype
+        ([["a", "F32", [3], 0], ["b", "I16", [], 20]], 40, "U8", 4),  # nothing of c
+        ([["a", "F32", [3], 0], ["b", "I16", [], 20], ["c", "F64", [], 24]], 40, "U8", 5),  # other rows
+        ([["a", "F32", [3], 0], ["b", "I16", [], 20], ["c", "F64", [], 24]], 20, "I16", 4),
+        ([["a", "F32", [3]]], 40, "U8", 4),
+        ({"a": 1}, 40, "U8", 4),
+    ],
+)
+def test_what_does_not_fit_is_damage(said: Any, width: int, dtype: str, count: int) -> None:
+    blob = block_of(said, width, dtype=dtype)
+    with pytest.raises(Damaged, match="a block"):
+        decode_block(blob, SCHEMA, count, "a block")
+
+
+def test_a_column_that_was_exchanged_counts() -> None:
+    arrays = given_rows(COLUMNS, 9)
+    found = decode_block(encode_arrays(SCHEMA, arrays, 9), SCHEMA, 9, "a block")
+    assert isinstance(found, RowArrays)
+    found["b"] = found["b"] + 5
+    for which in (slice(2, 7), np.array([4, 1, 8])):
+        part = some_rows(found, which)
+        assert isinstance(part, RowArrays)
+        assert (part["b"] == arrays["b"][which] + 5).all()
+        for rows in (part, part.copy(), without(part, KEPT_MARKS)):
+            count = len(rows["b"])
+            storage = TransitionStorage(count, SCHEMA)
+            storage.write(slice(0, count), rows)
+            assert (storage.view("b") == arrays["b"][which] + 5).all()
+            assert (storage.view("a") == arrays["a"][which]).all()
+        assert KEPT_MARKS[0] not in without(part, KEPT_MARKS)
+
+
+def test_parts_of_a_block_are_read_alone() -> None:
+    count = 1000
+    arrays = given_rows(COLUMNS, count)
+    arrays["a"] = np.arange(3 * count, dtype=np.float32).reshape(count, 3)
+    blob = encode_arrays(SCHEMA, arrays, count)
+    asked: list[tuple[int, int]] = []
+
+    def read(begin: int, size: int) -> bytes:
+        asked.append((begin, size))
+        return bytes(blob[begin : begin + size])
+
+    columns = [*COLUMNS, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]
+    checked = CheckedBlock(read, len(blob), checksum_of(blob), columns, count, lambda at: Damaged(f"at {at}"))
+    asked.clear()
+    rows = slice(700, 720)
+    found = checked.read(rows, checked.ranges(rows, ["a", "c", "b"]))
+    assert len(asked) == 1  # the three of them together
+    for name in "abc":
+        assert (found[name] == arrays[name][rows]).all(), name
+    damaged = bytearray(blob)
+    damaged[asked[0][0] + 3] ^= 1
+    blob = memoryview(bytes(damaged))
+    with pytest.raises(Damaged, match="at "):
+        checked.read(rows, checked.ranges(rows, ["a"]))
+
+
+def test_special_dtypes_come_back_as_tensors(tmp_path: Any) -> None:
+    with ReplayBuffer(8, directory=tmp_path / "run") as buffer:
+        buffer.extend({"x": torch.arange(8).to(torch.bfloat16), "y": torch.arange(8.0), "z": torch.arange(8) > 3})
+        buffer.save(1, wait=True)
+    with ReplayBuffer(8, directory=tmp_path / "run") as buffer:
+        buffer.resume()
+        batch = buffer.sample(64)
+        assert batch["x"].dtype is torch.bfloat16
+        assert (batch["x"].float() == batch["y"]).all()
+        assert ((batch["y"] > 3) == batch["z"]).all()
