@@ -10,6 +10,7 @@ import torch
 
 from pipeline import ReplayBuffer
 from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.errors import ConfigError
 
 CAPACITY = 300
 
@@ -44,6 +45,7 @@ def steps(count: int, envs: int, seed: int = 0) -> dict[str, Any]:
         "wide": rng.normal(size=rows),
         "wave": rng.normal(size=(rows, 2)).astype(np.complex64),
         "count": rng.integers(-9, 9, rows),
+        "small": rng.integers(0, 256, rows, np.uint8),
         "half": rng.normal(size=(rows, 3)).astype(np.float16),
         "nothing": np.zeros((rows, 0), np.float32),
         "reward": rng.normal(size=rows).astype(np.float32),
@@ -128,6 +130,18 @@ ODD: list[dict[str, Any]] = [
     {"obs": np.arange(10, dtype=np.float32)[::2]},
     {"grid": np.arange(21, dtype=np.uint8).reshape(7, 3).T},
     {"count": 7},
+    {"count": np.int64(-7)},
+    {"count": np.int32(7)},
+    {"count": 2**63 - 1},
+    {"small": 255},
+    {"small": np.uint8(3)},
+    {"small": True},
+    {"count": False},
+    {"reward": np.float32("nan")},
+    {"reward": np.float32("-inf")},
+    {"reward": np.float64(0.1)},
+    {"wide": np.float32(0.1)},
+    {"wide": np.float64("nan")},
 ]
 
 
@@ -167,3 +181,35 @@ def test_a_number_that_float32_cannot_hold_is_looked_at_closer() -> None:
     assert buffer.ring.storage.packed(row) is None
     buffer.append(row)
     assert buffer.sample(1)["obs"].shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    "usual",
+    [
+        {"count": 3, "small": 255, "reward": 0.5, "done": False},
+        {"count": np.int64(3), "small": np.uint8(7), "reward": np.float32(0.5), "done": np.False_, "wide": 2.0},
+        {"count": np.array(3), "reward": np.array(0.5, np.float32), "done": np.array(True), "wide": np.float64(1)},
+    ],
+    ids=["Python's numbers", "numpy's numbers", "arrays without an axis"],
+)
+def test_what_environments_and_policies_return_is_packed(usual: dict[str, Any], by_columns: Any) -> None:
+    packed, plain = ReplayBuffer(CAPACITY), by_columns()
+    packed.extend(steps(1, 4), envs=4)
+    row = one(steps(1, 4, 3), 0) | usual
+    assert packed.ring.storage.packed(row) is not None
+    for buffer in (packed, plain):
+        buffer.append(row)
+    assert held(packed) == held(plain)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"small": 256}, {"small": -1}, {"count": 2**63}, {"count": 1.5}, {"done": 2}], ids=str
+)
+def test_a_number_that_a_column_cannot_hold_is_refused(wrong: dict[str, Any], by_columns: Any) -> None:
+    packed, plain = ReplayBuffer(CAPACITY), by_columns()
+    packed.extend(steps(1, 4), envs=4)
+    for buffer in (packed, plain):
+        before = held(buffer)
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            buffer.append(one(steps(1, 4, 3), 0) | wrong)
+        assert held(buffer) == before

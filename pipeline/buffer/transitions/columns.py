@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +35,35 @@ _BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16)} |
     if (kind := getattr(torch, name, None)) is not None
 }
 _KINDS = "biufc"
+
+
+class Number(NamedTuple):
+    """What a column that is a single number is given as, in most rows.
+
+    Attributes:
+        code: how :mod:`struct` spells it.
+        kind: the class of Python's numbers, of which those from ``least`` to ``most`` are taken.
+        numpy: numpy's class of its very dtype.
+    """
+
+    code: str
+    kind: type
+    least: float
+    most: float
+    numpy: type
+
+
+NUMBERS = {
+    "bool": Number("?", bool, 0, 1, np.bool_),
+    "float32": Number("f", float, -3e38, 3e38, np.float32),
+    "float64": Number("d", float, -3e38, 3e38, np.float64),
+} | {
+    name: Number(code, int, int(np.iinfo(name).min), int(np.iinfo(name).max), np.dtype(name).type)
+    for name, code in zip(
+        ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"), "bBhHiIqQ", strict=True
+    )
+}
+"""By dtype."""
 
 
 class Column(msgspec.Struct, frozen=True, dict=True):
@@ -221,22 +250,24 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         if row.__class__ is not dict or len(row) != len(self.columns):
             return False
         get = row.get
-        for name, dtype, shape, scalar in self._of_row:
+        for name, dtype, shape, number in self._of_row:
             value: Any = get(name)
             kind = value.__class__
             if kind is np.ndarray:
                 if value.dtype is not dtype or value.shape != shape:
                     return False
-            elif kind is not scalar or (kind is float and not -3e38 < value < 3e38):
+            elif number is None or not (
+                number.least <= value <= number.most if kind is number.kind else kind is number.numpy
+            ):
                 return False
         return True
 
     @cached_property
-    def _of_row(self) -> list[tuple[str, np.dtype[Any] | None, tuple[int, ...], type | None]]:
-        """Name, dtype and shape of each column, and the class of Python's own numbers that it holds."""
-        kinds = {"bool": bool, "float32": float, "float64": float}
+    def _of_row(self) -> list[tuple[str, np.dtype[Any] | None, tuple[int, ...], Number | None]]:
+        """Name, dtype and shape of each column, and what a single number is given as."""
         return [
-            (each.name, each.numpy, each.shape, None if each.shape else kinds.get(each.dtype)) for each in self.columns
+            (each.name, each.numpy, each.shape, None if each.shape else NUMBERS.get(each.dtype))
+            for each in self.columns
         ]
 
     def block(self, rows: dict[str, Any]) -> int:

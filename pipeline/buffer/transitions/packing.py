@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.buffer.transitions.columns import NUMBERS, Number
 from pipeline.buffer.transitions.layout import MARK_BYTES, RowLayout
 
 MARKS_CODE = "qiiiiIB"
@@ -22,7 +23,6 @@ MOST_BYTES = 1 << 20
 MANY = 96
 """Rows from which on a column of several values is copied as runs of bytes: numpy's loop over the values of each row
 then costs more than making the views."""
-_SCALARS: dict[str, tuple[str, type]] = {"float32": ("f", float), "float64": ("d", float), "bool": ("?", bool)}
 
 
 class RowPacker:
@@ -35,12 +35,12 @@ class RowPacker:
     def __init__(self, layout: RowLayout) -> None:
         fields: Any = layout.record.fields
         codes, end = [MARKS_CODE], struct.calcsize(f"<{MARKS_CODE}")
-        self._columns: list[tuple[str, np.dtype[Any] | None, tuple[int, ...], Any]] = []
+        self._columns: list[tuple[str, np.dtype[Any] | None, tuple[int, ...], Number | None]] = []
         for column in sorted(layout.small, key=lambda each: (fields[each.name][1], each.nbytes)):
             begin = fields[column.name][1]
-            code, scalar = ("", None) if column.shape else _SCALARS.get(column.dtype, ("", None))
-            codes.append(f"{begin - end}x{code or f'{column.nbytes}s'}")
-            self._columns.append((column.name, column.numpy, column.shape, scalar))
+            number = None if column.shape else NUMBERS.get(column.dtype)
+            codes.append(f"{begin - end}x{f'{column.nbytes}s' if number is None else number.code}")
+            self._columns.append((column.name, column.numpy, column.shape, number))
             end = begin + column.nbytes
         self._large = [(each.name, each.numpy, each.shape) for each in layout.large]
         self._pack_into = struct.Struct("<" + "".join(codes)).pack_into
@@ -53,16 +53,23 @@ class RowPacker:
         get = row.get
         values: list[Any] = []
         add = values.append
-        for name, dtype, shape, scalar in self._columns:
+        for name, dtype, shape, number in self._columns:
             value: Any = get(name)
-            if scalar is None:
+            if number is None:
                 if value.__class__ is not np.ndarray or value.dtype is not dtype or value.shape != shape:
                     return None
                 add(value.tobytes())
-            elif value.__class__ is scalar and (scalar is bool or -3e38 < value < 3e38):  # what float32 holds
-                add(value)
-            else:
+                continue
+            kind: Any = value.__class__
+            if kind is number.kind:
+                if not number.least <= value <= number.most:
+                    return None
+            elif kind is np.ndarray:
+                if value.dtype is not dtype or value.shape:
+                    return None
+            elif kind is not number.numpy:
                 return None
+            add(value)
         for name, dtype, shape in self._large:
             value = get(name)
             if value.__class__ is not np.ndarray or value.dtype is not dtype or value.shape != shape:
