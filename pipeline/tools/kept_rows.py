@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
         now[places] = np.arange(len(part))
         own = np.flatnonzero(now[self.aside] >= 0)
         return Chunk(
-            {name: each[places] for name, each in self.arrays.items()},
+            some_rows(self.arrays, places),
             part,
             self.key[places],
             [each[places] for each in self.extras],

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.buffer.transitions.bodies import joined
 from pipeline.buffer.transitions.compressed import packed_rows
 from pipeline.errors import ConfigError
 from pipeline.tools.kept_rows import Chunk
@@ -95,7 +96,7 @@ def _joined(parts: Sequence[tuple[int, Chunk]]) -> Mixed:
     part = np.concatenate([chunk.part for chunk in chunks])
     order = np.lexsort((part, key))
     first = chunks[0]
-    arrays = {name: _alike([chunk.arrays[name] for chunk in chunks])[order] for name in first.arrays}
+    arrays = joined([chunk.arrays for chunk in chunks], order, _alike)
     extras = [np.concatenate([chunk.extras[at] for chunk in chunks])[order] for at in range(len(first.extras))]
     return Mixed(Chunk(arrays, part[order], key[order], extras, *_joined_aside(chunks, order)), stream[order])
 

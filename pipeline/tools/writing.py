@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import encode_rows, rows_of_block
-from pipeline.buffer.transitions.bodies import some_rows
+from pipeline.buffer.transitions.bodies import changed, some_rows
 from pipeline.buffer.transitions.checked import checksum_of
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import CompressedColumn
@@ -255,7 +255,7 @@ class RowsWriter:
             return
         keys = np.arange(self._next, self._next + count)
         behind = self._link(keys, episodes, chunk)
-        self._blocks.add({**chunk.arrays, EPISODE: numbers[episodes], BEHIND: behind})
+        self._blocks.add(changed(chunk.arrays, {EPISODE: numbers[episodes], BEHIND: behind}))
         self.cuts += keys[chunk.arrays[END] == CUT].tolist()
         for file, values in zip(self._grown, [*chunk.extras, chunk.part, chunk.key], strict=True):
             file.write(np.ascontiguousarray(values, np.int32 if values is chunk.part else values.dtype).tobytes())

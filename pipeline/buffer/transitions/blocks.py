@@ -49,7 +49,7 @@ def encode_rows(ring: Ring, slots: Slots, count: int, memory: Recycler | None = 
     layout = storage.layout
     assert layout is not None
     parts: list[_Part] = []
-    packed = len(layout.small) > 1  # one column is a tensor like any other
+    packed = len(layout.small) > 1 and layout.body.itemsize > 0  # one column is a tensor like any other
     for column in layout.large if packed else layout.schema.columns:
         view: Any = storage.view(column.name)
         if isinstance(view, CompressedColumn):

@@ -6,7 +6,7 @@ column by column, and put together again, each of them costs as much as the disk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -62,6 +62,30 @@ def some_rows(arrays: Arrays, which: Any) -> Arrays:
     if isinstance(arrays, RowArrays):
         return arrays.rows(which)
     return {name: array[which] for name, array in arrays.items()}
+
+
+def changed(arrays: Arrays, others: Arrays) -> Arrays:
+    """Return columns, of which ``others`` are exchanged or added; bodies stay what they are."""
+    found = arrays.copy()
+    found.update(others)
+    return found
+
+
+def joined(
+    parts: Sequence[Arrays], order: np.ndarray, together: Callable[[Sequence[np.ndarray]], np.ndarray]
+) -> Arrays:
+    """Return the rows of several, one after the other, in an order [n]; ``together`` joins those of a column."""
+    first = parts[0]
+    bodies = [part.bodies for part in parts if isinstance(part, RowArrays)]
+    alike = len(bodies) == len(parts) and all(each.dtype == bodies[0].dtype for each in bodies)
+    if not alike:
+        return {name: together([part[name] for part in parts])[order] for name in first}
+    plain = f"V{bodies[0].dtype.itemsize}"
+    whole = np.concatenate([each.view(plain) for each in bodies])[order].view(bodies[0].dtype)
+    beside = set[str]().union(*(part.beside() for part in parts if isinstance(part, RowArrays)))
+    found = RowArrays({}, whole)
+    found.update({name: together([part[name] for part in parts])[order] for name in beside})
+    return found
 
 
 def without(arrays: Arrays, names: Iterable[str]) -> Arrays:
@@ -145,6 +169,8 @@ def _body_said(text: str, width: int, columns: tuple[tuple[Column, str], ...]) -
     """
     known = {column.name: (column, dtype) for column, dtype in columns}
     names, formats, offsets = [], [], []
+    if not width:
+        raise ValueError("bodies have no bytes there")
     for name, dtype, shape, begin in places_said(text):
         if name not in known or name in names:
             continue
