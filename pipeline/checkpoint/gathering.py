@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,11 +14,12 @@ from pipeline.checkpoint.draws import Filled
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import CONSUMER_FILE, PROGRESS_FILE, SHARDS_FOLDER, Manifest
 from pipeline.checkpoint.payloads import locate
+from pipeline.checkpoint.played import PLAYED, Played, claimed_as_episode
 from pipeline.checkpoint.remains import Hole
 from pipeline.checkpoint.rescue import Rescue, look_beyond, rescue
 from pipeline.checkpoint.survey import Candidate
 from pipeline.ledger import ConsumerHalf
-from pipeline.records import Claimed, Opened, Reserved
+from pipeline.records import Claimed, Dropped, Opened, Reserved
 from pipeline.sampler import Progress, TurnSampler
 from pipeline.store.journal import Logged
 from pipeline.store.layout import Layout
@@ -60,10 +61,12 @@ def gather(
     candidates: Sequence[Candidate],
     *,
     discard: bool = False,
+    played: Played | None = None,
 ) -> Gathered:
     """Return what the chosen generation and the journals give. Blocks, and changes nothing.
 
     With ``discard`` what came after the generation is set aside, as a resume with ``after_crash="discard"`` does.
+    ``played`` is told of the events, where rollouts fill a buffer.
 
     Raises:
         NewerFormat: a journal was written by a newer version.
@@ -83,12 +86,14 @@ def gather(
     else:
         others = [each.manifest for each in candidates if each.manifest is not None and each is not chosen]
         own = [each for each in others if each.run_id == manifest.run_id]
-        fold = rescue(layout, run_tag, manifest, own, half, discard=discard)
+        fold = rescue(layout, run_tag, manifest, own, half, discard=discard, played=played)
         losses += [hole_loss(layout, *each) for each in fold.holes]
         if fold.torn:
             filled, more = _fill(layout, run_tag, fold, half)
             again, reclaimed = filled.again, bool(filled.again or filled.given_up)
             losses += more
+        if played is not None:
+            played.settle(fold.ledger)
     opened = opening(manifest, fold.sampler.seed, f"{run_id}/{manifest.generation}")
     fold.ledger.apply(opened)
     fold.partials.apply(opened.incarnation, opened.rank, opened)
@@ -104,9 +109,15 @@ def opening(manifest: Manifest, seed: int, origin: str, rank: int = 0) -> Opened
 
 def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tuple[Filled, list[Loss]]:
     """Claim what was claimed in the holes."""
-    wanted = {*fold.draws.unseen(half.trained), *fold.ended}
-    first = max(fold.ledger.next_uid, *(last + 1 for _, last in half.trained), *(uid + 1 for uid in fold.ended), 0)
-    filled = fold.draws.fill(fold.sampler, half, fold.ended, locate(layout, run_tag, wanted), first)
+    ended, played = fold.ended, fold.played
+    if played is not None:
+        ended = {**ended, **played.without_claim(fold.draws.seen)}
+    wanted = {*fold.draws.unseen(half.trained), *ended}
+    first = max(fold.ledger.next_uid, *(last + 1 for _, last in half.trained), *(uid + 1 for uid in ended), 0)
+    located = {} if played is not None else locate(layout, run_tag, wanted)  # payloads of rows name no items
+    filled = fold.draws.fill(fold.sampler, half, ended, located, first)
+    if played is not None:
+        filled = _of_episodes(fold, filled, ended)
     for event in filled.events:
         fold.add(Logged(0, 0, 0, event))
     hole = next(hole for hole, _ in fold.holes if hole.events)
@@ -122,6 +133,20 @@ def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tup
             what = f"{hole.name.path}: {len(mine)} items were claimed where events are missing"
             losses.append(_loss(layout, hole, what, f"task {task}: items of index {shown}{more} {fate}"))
     return filled, losses
+
+
+def _of_episodes(fold: Rescue, filled: Filled, ended: Mapping[int, str]) -> Filled:
+    """Return what is known of a hole, where rollouts fill a buffer: what has rows is not given up but played, and where
+    nobody can tell what has, nothing is played again."""
+    told = {event.uid for event in filled.events if isinstance(event, Claimed)}
+    known = [event for event in filled.events if not (isinstance(event, Dropped) and event.reason == PLAYED)]
+    events = [claimed_as_episode(event) for event in known]
+    holes = [(hole, (hole.name.incarnation, hole.name.rank)) for hole, _ in fold.holes if hole.events]
+    inside = any(hole.first <= fold.positions.get(key, 0) for hole, key in holes)
+    if not inside and ended.keys() <= told:  # the generation's buffer has no rows of theirs
+        return filled._replace(events=events)
+    events += [Dropped(each.uid, "discarded") for each in filled.again]
+    return Filled(events, [], [*filled.again, *filled.given_up])
 
 
 def hole_loss(layout: Layout, hole: Hole, left_out: int) -> Loss:

@@ -100,7 +100,7 @@ def write_part(
     size = _segment_bytes(gathered)
     writer = StoreWriter(new, files, run_tag=run.tag, incarnation=INCARNATION, rank=rank, segment_bytes=size)
     try:
-        copied = _copy(layout, gathered, PayloadCopy(layout, run_tag, writer))
+        copied = copy_payloads(layout, gathered, PayloadCopy(layout, run_tag, writer))
         closed = Closed(gathered.opened.wall, "closed", reason)
         inherited, more = copied.inherited, gathered.fold.feedback
         events: list[AnyEvent] = [gathered.opened, inherited, *gathered.reserved, *more, *copied.parts, closed]
@@ -123,7 +123,9 @@ def _segment_bytes(gathered: Gathered) -> int:
     return given if isinstance(given, int) and given > 0 else 64 << 20
 
 
-class _Copied(NamedTuple):
+class Copied(NamedTuple):
+    """What of items that have not ended was copied; the fields are as in :class:`WrittenPart`."""
+
     inherited: Inherited
     parts: list[PartSaved]
     members: int
@@ -132,7 +134,13 @@ class _Copied(NamedTuple):
     losses: list[Loss]
 
 
-def _copy(layout: Layout, gathered: Gathered, copier: PayloadCopy) -> _Copied:
+def copy_payloads(layout: Layout, gathered: Gathered, copier: PayloadCopy) -> Copied:
+    """Copy what is whole of the payloads of items that have not ended, and return the event that lists these. Blocks.
+
+    Raises:
+        Damaged: what was whole when it was looked at is so no more.
+        OSError: they cannot be written.
+    """
     fold = gathered.fold
     entries = fold.ledger.entries
     lives = {uid: entry.life for uid, entry in entries.items()}
@@ -145,7 +153,7 @@ def _copy(layout: Layout, gathered: Gathered, copier: PayloadCopy) -> _Copied:
         lost_parts, entries, layout, "what member {member} had kept; its attempt begins from the start"
     )
     sizes = [at.length for members in places.values() for at in members.values()]
-    return _Copied(inherited, parts, len(sizes), len(lost), sum(sizes), losses)
+    return Copied(inherited, parts, len(sizes), len(lost), sum(sizes), losses)
 
 
 def _inherited(gathered: Gathered, places: Places, lost: list[Unreadable], copier: PayloadCopy) -> Inherited:

@@ -16,6 +16,7 @@ from pipeline.checkpoint.draws import Draws
 from pipeline.checkpoint.fold import ProducerFold
 from pipeline.checkpoint.lines import find_line, last_counted
 from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.played import Played
 from pipeline.checkpoint.remains import Hole, missing_journal, read_remains
 from pipeline.ledger import ConsumerHalf
 from pipeline.records import Claimed, Dropped, Evaluated, Feedback, Inherited, Opened
@@ -39,8 +40,11 @@ class Rescue(ProducerFold):
         *,
         sampler: Sampler | None = None,
         draws: Draws | None = None,
+        played: Played | None = None,
     ) -> None:
         super().__init__(half, (), seed=seed, line=line, discarded=discarded, sampler=sampler)
+        self.played = played
+        """What is said of the rows of a buffer, where rollouts fill one."""
         self.draws = draws or Draws(line, seed)
         self.feedback: list[Feedback] = []
         self.holes: list[tuple[Hole, int]] = []
@@ -56,9 +60,13 @@ class Rescue(ProducerFold):
         if logged.sequence > self.last(logged.incarnation, logged.rank):
             self.set_aside += 1
             return False
+        if self.played is not None:
+            self.played.take(logged, self.ledger.entries.keys())
         if self.torn and not self._fits(logged):
             hole, left_out = self.holes[-1]
             self.holes[-1] = (hole, left_out + 1)
+            if self.played is not None:
+                self.played.left_out(logged.event)
             return False
         return self.add(logged)
 
@@ -102,7 +110,14 @@ class Rescue(ProducerFold):
 
 
 def rescue(
-    layout: Layout, run_tag: int, line: Manifest, others: list[Manifest], half: ConsumerHalf, *, discard: bool = False
+    layout: Layout,
+    run_tag: int,
+    line: Manifest,
+    others: list[Manifest],
+    half: ConsumerHalf,
+    *,
+    discard: bool = False,
+    played: Played | None = None,
 ) -> Rescue:
     """Fold what can be read of every journal that counts for a generation. Blocks.
 
@@ -113,12 +128,13 @@ def rescue(
         others: those of the other generations, which say too how long the journals were.
         half: the generation's consumer half.
         discard: set aside what came after the generation.
+        played: told of the events, where rollouts fill a buffer.
 
     Raises:
         NewerFormat: a journal was written by a newer version.
     """
     journals = Journals.of(layout, run_tag, line, others)
-    fold = Rescue(half, line, journals.seed, journals.caps(discard=discard))
+    fold = Rescue(half, line, journals.seed, journals.caps(discard=discard), played=played)
     lives = {incarnation for incarnation, _ in journals.names.keys() | journals.promised.keys()}
     journals.read_into(fold, {(life, 0) for life in range(1, max(lives, default=0)) if life not in lives})
     return fold

@@ -70,8 +70,9 @@ class Candidate(NamedTuple):
     def left_out(self) -> dict[str, str]:
         """The trainer's files that are not whole, and why."""
         own = (MANIFEST_FILE, CONSUMER_FILE, PROGRESS_FILE, PRODUCER_FILE)
-        faults = self.faults.items()
-        return {path: why for path, why in faults if path not in own and not path.startswith(f"{SHARDS_FOLDER}/")}
+        faults = {path: why for path, why in self.faults.items() if not path.startswith(f"{SHARDS_FOLDER}/")}
+        rows = self.manifest is not None and fills_buffer(self.manifest)
+        return {path: why for path, why in faults.items() if path not in own and not (rows and of_buffer(path))}
 
     @property
     def partial(self) -> bool:
@@ -98,29 +99,42 @@ class Survey(NamedTuple):
     """What is wrong with the marker."""
 
 
-def survey(layout: Layout) -> Survey:
+def survey(layout: Layout, *, rows: bool = False) -> Survey:
     """Look at the marker and at every generation. Blocks.
+
+    ``rows``: also of a run whose rollouts fill a buffer of transitions.
 
     Raises:
         NotARun: there is no run.
         NewerFormat: a newer version wrote it.
+        UsageError: it is a run of another kind.
         Damaged: neither the marker nor a manifest says which run this is.
     """
     found = _manifests(layout)
     for _, folder, manifest in found:
         if isinstance(manifest, Manifest) and manifest.kind not in (PIPELINE, PIPELINE_RANKS):
-            rows = "; pipeline.tools.salvage_run takes the rows that are whole" if manifest.kind == REPLAY else ""
-            rows = "; resume(allow_partial=True) without what is damaged" if manifest.kind in OF_SHARDS else rows
+            whole = "; pipeline.tools.salvage_run takes the rows that are whole" if manifest.kind == REPLAY else ""
+            whole = "; resume(allow_partial=True) without what is damaged" if manifest.kind in OF_SHARDS else whole
             raise UsageError(
                 f"{folder}: of a {KINDS.get(manifest.kind, manifest.kind)}; resume(step=...) goes on from an older "
-                f"generation of it{rows}"
+                f"generation of it{whole}"
             )
-        if isinstance(manifest, Manifest) and any(info.path == BLOCKS_FILE for info in manifest.files):
+        if not rows and isinstance(manifest, Manifest) and fills_buffer(manifest):
             raise UsageError(
-                f"{folder}: its rollouts fill a replay buffer; resume(step=...) goes on from an older generation of it"
+                f"{folder}: its rollouts fill a replay buffer; pipeline.tools.salvage_run takes what is whole of it"
             )
     run, losses = identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
     return Survey(run, [_examine(run.run_id, *each) for each in found], losses)
+
+
+def fills_buffer(manifest: Manifest) -> bool:
+    """Whether a generation is of a pipeline whose rollouts fill a buffer of transitions."""
+    return manifest.kind == PIPELINE and any(info.path == BLOCKS_FILE for info in manifest.files)
+
+
+def of_buffer(path: str) -> bool:
+    """Whether a file of a generation says how the buffer stood that rollouts fill."""
+    return path in (BLOCKS_FILE, "replay.json") or path.startswith("values/")
 
 
 def choose_whole(candidates: list[Candidate], step: int | None, where: str) -> Candidate:
@@ -226,6 +240,8 @@ def _examine(run_id: str, number: int, folder: str, read: Manifest | str) -> Can
         return _of_ranks(nothing._replace(manifest=read, faults=faults), read)
     half = _read(faults, CONSUMER_FILE, lambda: read_half(folder)[0])
     progress = _read(faults, PROGRESS_FILE, lambda: _read_progress(os.path.join(folder, PROGRESS_FILE)))
+    if fills_buffer(read) and any(map(of_buffer, faults)):
+        half = None  # nobody knows what its rows are
     inherited = None
     if REPLAY_BUFFER in read.left_out:
         inherited = _read(faults, PRODUCER_FILE, lambda: read_inherited(os.path.join(folder, PRODUCER_FILE)))

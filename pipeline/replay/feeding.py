@@ -116,7 +116,7 @@ class Restored:
         if ring.added != event.first:
             raise Damaged(f"{where}: the next are to be those from {ring.added} on; a journal is missing, or changed")
         if ring.storage.schema is None:
-            ring.storage.shape(_schema_of(blob, where))
+            ring.storage.shape(schema_of(blob, where))
         assert ring.storage.schema is not None
         arrays = decode_block(blob, ring.storage.schema, event.count, where)
         ends = arrays[END]
@@ -274,8 +274,12 @@ class ReplayFeed:
         return self._buffer.statistics()
 
 
-def _schema_of(blob: bytes, where: str) -> Schema:
-    """Return the columns of a block."""
+def schema_of(blob: bytes, where: str) -> Schema:
+    """Return the columns of a block.
+
+    Raises:
+        Damaged: it is none.
+    """
     try:
         tensors = safetensors.torch.load(blob)
     except (safetensors.SafetensorError, ValueError, RuntimeError) as error:

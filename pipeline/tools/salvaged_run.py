@@ -18,7 +18,7 @@ from pipeline.buffer.transitions.compressed import packed_rows
 from pipeline.buffer.transitions.layout import RowLayout
 from pipeline.checkpoint.generations import GenerationWriter, Stored, check_generation
 from pipeline.checkpoint.losses import Loss
-from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, TRAINER_FOLDER, Manifest, ShardInfo
+from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY, TRAINER_FOLDER, FileInfo, Manifest, ShardInfo
 from pipeline.errors import Damaged
 from pipeline.replay.ahead import ahead
 from pipeline.replay.salvage_choice import Chosen, salvage_notes
@@ -143,10 +143,14 @@ class SalvagedRun:
         self._grown: list[GrowingFile] = []
         self.segments = SegmentWriter(self.layout, files, self._run.tag)
         try:
-            self._generation.begin_with((), Stored(chosen.stored.folder, self._source()).trainer_files())
+            self._generation.begin_with((), self._taken_over())
         except BaseException:
             self.close()
             raise
+
+    def _taken_over(self) -> list[tuple[str, FileInfo]]:
+        """Return where the files lie that come along as they are."""
+        return Stored(self._chosen.stored.folder, self._source()).trainer_files()
 
     def _source(self) -> Manifest:
         """Return the manifest of what it is made from, without files of the trainer's that do not come along."""
@@ -183,10 +187,11 @@ class SalvagedRun:
         (info,) = (info for info in self._chosen.stored.manifest.files if info.path == path)
         self._generation.link(path, os.path.join(self._chosen.stored.folder, path), info)
 
-    def keep_values(self) -> None:
-        """Take over everything that the generation has beside its rows."""
+    def keep_values(self, but: Sequence[str] = ()) -> None:
+        """Take over everything that the generation has beside its rows, ``but`` for some arrays."""
         for info in self._chosen.stored.manifest.files:
-            if info.path.startswith(f"{VALUES_FOLDER}/"):
+            folder, _, name = info.path.partition("/")
+            if folder == VALUES_FOLDER and name not in but:
                 self.keep(info.path)
 
     def values(self, name: str) -> GrowingFile:
@@ -210,12 +215,14 @@ class SalvagedRun:
             file.finish()
         self._generation.add(STATE_FILE, encode_state(state, unknown))
         self._generation.add(BLOCKS_FILE, msgspec.msgpack.encode(sorted(blocks, key=lambda block: block.first)))
-        manifest = self._manifest(state, sum(block.length for block in blocks))
-        wrote = self.segments.finish(time.time(), manifest.reason)
-        made = committed(self._generation, [wrote], manifest, self._run, kind=REPLAY)
+        made = self._committed(self._manifest(state, sum(block.length for block in blocks)))
         check_generation(Stored(self._generation.final, made))  # it was copied from a disk that may have faults
         self.layout.write_marker(self._files, self._run)
         return made.run_id
+
+    def _committed(self, manifest: Manifest) -> Manifest:
+        wrote = self.segments.finish(time.time(), manifest.reason)
+        return committed(self._generation, [wrote], manifest, self._run, kind=REPLAY)
 
     def _manifest(self, state: BufferState, nbytes: int) -> Manifest:
         source = self._source()

@@ -12,10 +12,12 @@ from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
 from pipeline.checkpoint.salvage import check_target, salvage
+from pipeline.checkpoint.survey import fills_buffer
 from pipeline.errors import ConfigError
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.tools.salvaging_buffers import SavedRows, salvage_rows
+from pipeline.tools.salvaging_episodes import salvage_episodes
 from pipeline.tools.salvaging_shards import SavedShards, salvage_shards
 from pipeline.tools.salvaging_trajectories import SavedTrajectories, salvage_trajectories
 from pipeline.tools.target import RUN, Target, find_target
@@ -94,7 +96,9 @@ def salvage_run(
     Of a run of rollouts, of one process or of ranks: :func:`pipeline.checkpoint.salvage`. Of a buffer of transitions
     the rows of whole blocks come along, with their priorities, a bounded part of them in memory; so they do of the
     buffer of several ranks, for as many ranks. Of a buffer of trajectories, of one process or of ranks, those come
-    along that are whole, one of them in memory at a time.
+    along that are whole, one of them in memory at a time. Of a run whose rollouts fill a buffer of transitions
+    items come along as of any run of rollouts, and rows as of any buffer, also those that were added after the
+    generation.
 
     Args:
         directory: the damaged run's.
@@ -107,8 +111,8 @@ def salvage_run(
     Raises:
         ConfigError: ``target`` holds something, or lies inside the damaged run.
         NotARun: there is no run in ``directory``.
-        UsageError: it is a run that cannot be salvaged: of rollouts that fill a buffer, or of a buffer whose rows lie
-            in another way; the message says what to do instead.
+        UsageError: it is a run that cannot be salvaged: of a buffer whose rows lie in another way; the message says
+            what to do instead.
         Damaged: no generation can be gone on from.
         WriteFailed: the new run could not be written.
     """
@@ -118,6 +122,10 @@ def salvage_run(
     tell: Told = told or (lambda count: None)
     name = os.path.abspath(target if called is None else called)
     kind = "" if found.stored is None else found.stored.manifest.kind
+    if found.stored is not None and fills_buffer(found.stored.manifest):
+        check_target(found.path, os.path.abspath(target))
+        how: dict[str, Any] = {"called": name, "files": Counting(Copying(), tell), "rehearse": rehearse}
+        return salvage_episodes(Layout(found.path), os.path.abspath(target), step=step, **how)
     if kind not in (REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS):
         files = Rehearsal(tell) if rehearse else Counting(Copying(), tell)
         return salvage(directory, target, step=step, files=files, called=name)

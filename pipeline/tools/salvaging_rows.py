@@ -25,14 +25,15 @@ from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.config import Fields
 from pipeline.errors import Damaged
+from pipeline.replay.feeding import schema_of
 from pipeline.replay.next_obs import Aside
 from pipeline.replay.salvage_choice import Chosen, payload_loss, unfollowed_loss
 from pipeline.replay.state import BufferState, Ends
-from pipeline.replay.values import Values, ValuesFile, WrittenBack
+from pipeline.replay.values import AT_ONCE, Values, WrittenBack
 from pipeline.replay.whole_rows import keeps_selection
 from pipeline.store.layout import Layout
-from pipeline.store.segments import Block, needed_blocks, read_blocks
-from pipeline.tools.output import GrowingFile
+from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
+from pipeline.tools.later_rows import LaterRows, Reads
 from pipeline.tools.parts_of_episodes import TAIL, Marks, PartsOfEpisodes
 from pipeline.tools.salvaged_run import Content, DamagedBlocks, Looked, Packing, SalvagedRun
 from pipeline.tools.scattered import AsideRows, Heap
@@ -91,14 +92,32 @@ class Covered:
 class RowsInOrder:
     """The rows of one generation, of which the oldest go first."""
 
-    def __init__(self, layout: Layout, chosen: Chosen, state: BufferState, unknown: dict[str, Any]) -> None:
-        self._layout, self._chosen, self._state, self._unknown = layout, chosen, state, unknown
+    def __init__(
+        self,
+        layout: Layout,
+        chosen: Chosen,
+        state: BufferState,
+        unknown: dict[str, Any],
+        later: LaterRows | None = None,
+    ) -> None:
+        """Args:
+        layout, chosen: the damaged run, and the generation.
+        state, unknown: of the generation's buffer, and fields of it that this version does not know.
+        later: rows that came after it, where rollouts fill the buffer.
+        """
+        self._layout, self._chosen, self._unknown, self._later = layout, chosen, unknown, later
         stored = chosen.stored
+        listed = read_blocks(os.path.join(stored.folder, BLOCKS_FILE)) if state.columns and state.size else []
+        listed = [block for block in listed if block.first < state.added]
+        if later is not None:
+            listed += later.blocks
+            if state.columns is None:
+                state = msgspec.structs.replace(state, columns=_columns_of(layout, chosen.run_tag, listed))
+        self._saved = state
+        self._state = state = state if later is None else later.state_of(state)
         self._oldest = state.added - state.size
         self._values = Values(stored)
-        listed = read_blocks(os.path.join(stored.folder, BLOCKS_FILE)) if state.columns else []
-        needed = needed_blocks(listed, self._oldest) if state.size else []
-        self._blocks = [block for block in needed if block.first < state.added]
+        self._blocks = needed_blocks(listed, self._oldest) if state.columns else []
         self._columns = {each.name: each for each in state.columns or ()}
         self._nexts = state.next_obs_columns or [] if state.size else []
         self._twins = twins_of(self._nexts, Fields.of(stored.manifest.options.get("fields")))
@@ -108,6 +127,8 @@ class RowsInOrder:
         self._packing = Packing(state.schema)
         self._whole: list[Block] = []
         self._kept = self._episodes = 0
+        self._next_episode = state.next_episode
+        self._left: list[Ints] = []  # keys of rows of which no end is known, and that nothing follows
         self._tails = np.empty(0, TAIL)  # rows that are whole and do not come along: they are without successor
         self._unfollowed = np.empty(0, np.int64)
 
@@ -134,8 +155,9 @@ class RowsInOrder:
             self._packing.note(found.arrays)
             rows = self._rows(block, found.arrays, *covered.add(block))
             self._kept += len(rows.keys)
-            closed.append(self._without_successor(parts.follow(rows.marks).closed))
-        closed.append(self._without_successor(parts.finish()))
+            self._next_episode = max(self._next_episode, int(rows.marks.episode.max(initial=-1)) + 1)
+            closed.append(self._closed(parts.follow(rows.marks).closed))
+        closed.append(self._closed(parts.finish()))
         self._tails = np.concatenate(closed)
         self._unfollowed = np.sort(self._tails["key"])
         self._kept -= len(self._unfollowed)
@@ -143,7 +165,7 @@ class RowsInOrder:
         losses = [self._loss(block, error, covered) for block, error in damaged]
         losses += unfollowed_loss(self._layout, self._chosen.stored, len(self._unfollowed))
         missing = state.held - self._kept
-        if self._gone and not keeps_selection(state) and missing > 0:  # a resume forgets it where rows were dropped
+        if self._anew and not self._keeps_selection and (missing > 0 or self._later):  # a resume forgets it, if dropped
             losses.append(selection_loss(self._layout, self._chosen, state))
         split = parts.parts - parts.episodes if self._gone else 0
         return Looked(self._kept, missing, split, losses)
@@ -158,6 +180,11 @@ class RowsInOrder:
             return iter(())
         return DamagedBlocks(self._layout, self._chosen.run_tag, self._state.schema).whole(blocks)
 
+    def _closed(self, closed: np.ndarray) -> np.ndarray:
+        if self._later is not None:
+            self._left.append(closed["key"][~closed["ended"]])
+        return self._without_successor(closed)
+
     def _without_successor(self, closed: np.ndarray) -> np.ndarray:
         """Return which of the newest rows of parts do not come along: the next observation of each lies in a row that
         is gone."""
@@ -170,6 +197,8 @@ class RowsInOrder:
         keys = np.arange(begin, end)
         aside = np.zeros(len(keys), bool)
         aside[self._aside.keys(begin, end) - begin] = True
+        if self._later is not None:
+            self._later.cap(arrays, begin)
         ended = self._ends.of(keys, arrays[END]) != OPEN
         marks = Marks(keys, arrays[EPISODE], arrays[BEHIND], arrays[PLACE], ended, aside, keys)
         rows = _Rows(keys, arrays, marks)
@@ -184,12 +213,26 @@ class RowsInOrder:
         what = f"rows {begin} to {end - 1}, {covered.absent(begin, end)} of which are in no other block"
         return payload_loss(self._layout, block, error, what)
 
+    def gap_losses(self) -> list[Loss]:
+        """Return the loss of rows of which nothing says where they lie, as their events are missing."""
+        named, losses, expected = self._layout.journals, list[Loss](), self._oldest
+        for block in [*self._blocks, None]:
+            first = self._state.added if block is None else block.first
+            if first > expected:
+                what = f"{named}: no event, and no generation, says where rows {expected} to {first - 1} lie"
+                path = os.path.relpath(named, self._layout.directory)
+                losses.append(Loss(path=path, what=what, lost=f"rows {expected} to {first - 1}"))
+            expected = max(expected, first if block is None else first + block.count)
+        return losses
+
     # -- writing -----------------------------------------------------------------------------------------------
 
     def write(self, run: SalvagedRun) -> str:
         """Write them, once they were looked at, and return the id of the new run. Blocks."""
-        if self._gone:
+        if self._anew:
             return self._write_anew(run)
+        if self._later is not None:
+            return self._write_on(run, self._later)
         run.keep_values()
         return run.finish(self._state, self._unknown, run.copy(self._whole_ones(self._whole), self._packing))
 
@@ -197,7 +240,7 @@ class RowsInOrder:
         with contextlib.ExitStack() as stack:
             heap = Heap(run.layout.directory)
             stack.callback(heap.close)
-            writer = _Writer(run, self._state, self._values, self._kept, self._episodes)
+            writer = _Writer(run, self._state, self._extras(), self._values, self._kept, self._episodes)
             stack.callback(writer.close)
             kept_aside: list[Aside | AsideRows] = [self._aside, self._fetched(heap)]
             written = WrittenBack(self._state, self._values)
@@ -210,6 +253,70 @@ class RowsInOrder:
                     writer.add(rows._replace(arrays=self._packing.packed(rows.arrays)), kept_aside)
             state = writer.finish()
         return run.finish(state, self._unknown, writer.blocks)
+
+    @property
+    def _anew(self) -> bool:
+        """Whether rows get other keys, or others of what there is of them."""
+        return self._gone or (self._later is not None and not self._goes_on)
+
+    @property
+    def _keeps_selection(self) -> bool:
+        """Whether what the selection has of rows is known of all of them, and good for some alone."""
+        return keeps_selection(self._state) and self._known_of_all
+
+    @property
+    def _known_of_all(self) -> bool:
+        every = [self._extended(name) for name in self._of_rows()]
+        return all(each is not None for each in every)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether everything that the generation says of rows holds for all that there are, where none is lost."""
+        whole = not self._state.written_columns or self._oldest == self._saved.added - self._saved.size
+        return whole and self._known_of_all and not self._nexts
+
+    def _of_rows(self) -> list[str]:
+        """Return the names of what the selection has of each row."""
+        size = self._saved.size
+        return [name for name in self._values.names if _of_each(name) and self._values.count(name) == size]
+
+    def _extended(self, name: str) -> Reads | None:
+        file = self._values.file(name)
+        return file if self._later is None else self._later.extended(file, name, self._saved)
+
+    def _extras(self) -> list[tuple[str, Reads]]:
+        """Return what the selection has of each row, where that is kept."""
+        if not self._keeps_selection:
+            return []
+        every = [(name, self._extended(name)) for name in self._of_rows()]
+        return [(name, reads) for name, reads in every if reads is not None]
+
+    def _write_on(self, run: SalvagedRun, later: LaterRows) -> str:
+        """Write all rows, of which none is lost, with those that came later: what the generation says stays true."""
+        of_rows = self._of_rows()
+        run.keep_values(but=of_rows)
+        state, schema = self._state, self._state.schema
+        for name in of_rows:
+            reads, file = self._extended(name), run.values(name)
+            assert reads is not None
+            for begin in range(0, state.size, AT_ONCE):
+                file.write(reads.read(begin, min(AT_ONCE, state.size - begin)).tobytes())
+        before = [block for block in self._whole if block.first < later.begin]
+        blocks = run.copy(self._whole_ones(before), self._packing)
+        if schema is not None:
+            writer = BlockWriter(run.segments, schema, max(later.begin, self._oldest))
+            covered, written = Covered(max(later.begin, self._oldest), state.added), WrittenBack(state, self._values)
+            for block, content in self._whole_ones([block for block in self._whole if block.first >= later.begin]):
+                rows = self._rows(block, content.arrays, *covered.add(block))
+                self._change(rows, written)
+                if len(rows.keys):
+                    writer.add(rows.arrays)
+            writer.flush()
+            blocks += writer.blocks
+        left = np.concatenate([*self._left, np.array(state.cut_keys, np.int64)])
+        cuts = np.unique(left[left >= self._oldest]).tolist()
+        state = msgspec.structs.replace(state, next_episode=self._next_episode, cut_keys=cuts)
+        return run.finish(state, self._unknown, blocks)
 
     def _change(self, rows: _Rows, written: WrittenBack) -> None:
         """Make rows as they are now."""
@@ -240,6 +347,19 @@ class RowsInOrder:
             observed = [dense(content.arrays[twin][rows], self._columns[twin]) for twin in self._twins.values()]
             found.put(wanted["before"][own], observed)
         return found
+
+
+def _of_each(name: str) -> bool:
+    return name.startswith("selector.") and not name.startswith("selector.order.")
+
+
+def _columns_of(layout: Layout, run_tag: int, blocks: Sequence[Block]) -> list[Column] | None:
+    """Return the columns of rows, where no generation says them: those of the first block that is whole."""
+    for _, found in PayloadReader(layout, run_tag, forgiving=True).each(block.place for block in blocks):
+        with contextlib.suppress(Damaged):
+            if not isinstance(found, Damaged):
+                return list(schema_of(found, layout.segments).columns)
+    return None
 
 
 def _among(keys: Ints, some: Ints) -> Any:
@@ -287,10 +407,19 @@ class _Noted:
 class _Writer:
     """Writes rows of which others are gone."""
 
-    def __init__(self, run: SalvagedRun, state: BufferState, values: Values, kept: int, episodes: int) -> None:
+    def __init__(
+        self,
+        run: SalvagedRun,
+        state: BufferState,
+        extras: Sequence[tuple[str, Reads]],
+        values: Values,
+        kept: int,
+        episodes: int,
+    ) -> None:
         """Args:
         run: where they go.
         state, values: of the damaged buffer.
+        extras: what its selection has of each row, by the names of the files; what it has beside them is kept too.
         kept: how many rows will come.
         episodes: how many episodes these are of.
         """
@@ -304,12 +433,8 @@ class _Writer:
         schema = state.schema
         self._blocks = None if schema is None else BlockWriter(run.segments, schema, self._first)
         nexts: Sequence[Column] = state.next_obs_columns or ()
-        self._extras: list[tuple[ValuesFile, GrowingFile]] = []
-        for name in values.names if keeps_selection(state) else ():
-            if name.startswith("selector.") and values.count(name) == state.size:
-                self._extras.append((values.file(name), run.values(name)))
-            elif name.startswith("selector."):
-                run.keep(f"values/{name}")
+        self._keeps = keeps_selection(state) and bool(extras or not any(map(_of_each, values.names)))
+        self._extras = [(reads, run.values(name)) for name, reads in extras]
         self._aside = AsideWriter(run.files, run.generation, "values/", nexts)
 
     @property
@@ -356,7 +481,7 @@ class _Writer:
             self._blocks.flush()
         self._aside.finish()
         state, noted = self._state, self._noted
-        keeps = keeps_selection(state)
+        keeps = self._keeps
         left = np.concatenate(self._left).tolist()
         return msgspec.structs.replace(
             state,
@@ -368,7 +493,8 @@ class _Writer:
             truncated_keys=noted.keys_now(state.truncated_keys),
             written_columns=[],
             selection=state.selection if keeps else "",
-            selector=state.selector if keeps else {},
+            # Which rows an episode had that are gone is not said: its parts are episodes now, of other numbers.
+            selector={name: each for name, each in state.selector.items() if name != "begun"} if keeps else {},
         )
 
     def close(self) -> None:

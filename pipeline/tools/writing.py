@@ -55,6 +55,11 @@ class SegmentWriter:
         self._live: dict[SegmentKey, int] = {}
         self.bytes = 0
 
+    @property
+    def store(self) -> StoreWriter:
+        """What writes, for payloads that are no blocks."""
+        return self._writer
+
     def payload(
         self, blob: bytes | memoryview, uid: int, count: int, *, member: int = 0, life: int = 0, sums: int = -1
     ) -> Block:

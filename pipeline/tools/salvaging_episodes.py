@@ -1,0 +1,197 @@
+"""Salvaging a run whose rollouts fill a buffer of transitions: the items as of any pipeline, and the rows as of any
+buffer, those that came after the generation among them.
+
+The new run has one generation, which holds all of these rows. Its journal begins with the items that had not ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.checkpoint.descent import ORIGIN, ways_after
+from pipeline.checkpoint.gathering import Gathered, gather, generation_losses, progress_of, segment_losses
+from pipeline.checkpoint.generations import Stored
+from pipeline.checkpoint.lines import discards
+from pipeline.checkpoint.losses import Loss, Salvaged
+from pipeline.checkpoint.manifest import CONSUMER_FILE, PIPELINE, PROGRESS_FILE, FileInfo, Manifest
+from pipeline.checkpoint.new_run import INCARNATION, REASON, as_found, copy_payloads, encode_half, manifest_of
+from pipeline.checkpoint.payloads import PayloadCopy
+from pipeline.checkpoint.played import Played
+from pipeline.checkpoint.survey import Candidate, choose_whole, fills_buffer, of_buffer, survey
+from pipeline.errors import ForebayError, WriteFailed
+from pipeline.records import AnyEvent
+from pipeline.replay.salvage_choice import Chosen
+from pipeline.replay.state import BufferState, read_buffer_state
+from pipeline.sampler.progress import encode_progress
+from pipeline.store.files import FilesLike
+from pipeline.store.layout import Layout
+from pipeline.tools.later_rows import LaterRows
+from pipeline.tools.salvaged_run import SalvagedRun
+from pipeline.tools.salvaging_rows import RowsInOrder
+from pipeline.tools.writing import committed
+
+
+class SalvagedEpisodes(Salvaged, frozen=True, kw_only=True):
+    """What :func:`~pipeline.tools.salvage_run` wrote of a run whose rollouts fill a buffer; it has no groups."""
+
+    rows_kept: int
+    rows_lost: int
+    episodes_split: int
+    """Episodes of which rows in the middle are gone: what comes after these is an episode of its own."""
+
+
+class Found(NamedTuple):
+    """What there is of such a run at a generation.
+
+    Attributes:
+        gathered: its items.
+        played: what the journals say of rows.
+        state, unknown: of the buffer, as the generation has it, and fields of it that this version does not know.
+        later: rows that came after it.
+    """
+
+    gathered: Gathered
+    played: Played
+    state: BufferState
+    unknown: dict[str, object]
+    later: LaterRows
+
+
+def find_rows(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candidates: Sequence[Candidate]) -> Found:
+    """Read what a generation and the journals give, as a resume with the options that were saved would use it. Blocks,
+    and changes nothing.
+
+    Raises:
+        NewerFormat: a newer version wrote some of it.
+        Damaged: the state of the buffer is not what it is to be.
+    """
+    manifest = chosen.manifest
+    assert manifest is not None
+    state, unknown = read_buffer_state(chosen.folder)
+    positions = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
+
+    def look(*, discard: bool) -> tuple[Gathered, Played]:
+        played = Played(positions, state.capacity)
+        return gather(layout, run_tag, run_id, chosen, candidates, discard=discard, played=played), played
+
+    gathered, played = look(discard=discards(manifest))
+    if played.unwritten:  # they never were: all that came after the generation is set aside
+        gathered, played = look(discard=True)
+    return Found(gathered, played, state, unknown, LaterRows.of(played, state, manifest.step))
+
+
+def salvage_episodes(
+    layout: Layout, target: str, *, step: int | None, called: str, files: FilesLike, rehearse: bool
+) -> SalvagedEpisodes:
+    """Write what is whole of a damaged run into a new one in ``target``, which is absent or empty and will be called
+    ``called``. Blocks; the damaged run is only read, and a bounded part of its rows is in memory.
+
+    Raises:
+        NotARun, NewerFormat, UsageError, StoreError, Damaged: as :func:`~pipeline.checkpoint.salvage`.
+        WriteFailed: it could not be written.
+    """
+    run, candidates, losses = survey(layout, rows=True)
+    candidates = [each for each in candidates if each.manifest is None or fills_buffer(each.manifest)]
+    chosen = choose_whole(candidates, step, layout.directory)
+    found = find_rows(layout, run.tag, run.run_id, chosen, candidates)
+    gathered, manifest = found.gathered, found.gathered.manifest
+    of_rows = _as_chosen(chosen, candidates, run.tag)
+    rows = RowsInOrder(layout, of_rows, found.state, found.unknown, found.later)
+    looked = rows.look()
+    run_id, again, more = "", 0, list[Loss]()
+    if not rehearse:
+        try:
+            new = EpisodesRun(of_rows, chosen, gathered, layout, target, files, called=called)
+            with contextlib.closing(new):
+                run_id = rows.write(new)
+                again, more = new.again, new.losses
+        except ForebayError:
+            raise
+        except OSError as error:
+            raise WriteFailed(f"{target}: could not be written: {error}. Remove it, and try again") from error
+    losses = [*losses, *generation_losses(layout, candidates, chosen), *gathered.losses, *looked.losses, *more]
+    losses += rows.gap_losses()
+    losses += segment_losses(layout, candidates, {loss.path for loss in losses})
+    return SalvagedEpisodes(
+        directory=called,
+        run_id=run_id,
+        origin=gathered.opened.origin,
+        step=manifest.step,
+        losses=losses,
+        groups_kept=0,
+        members_kept=0,
+        members_again=again + sum(claim.size for claim in gathered.again),
+        items_again=len(gathered.again),
+        generations_usable=of_rows.usable,
+        generations_unusable=of_rows.unusable,
+        left_out=chosen.left_out,
+        rows_kept=looked.kept,
+        rows_lost=looked.missing,
+        episodes_split=looked.split,
+    )
+
+
+def _as_chosen(chosen: Candidate, candidates: Sequence[Candidate], run_tag: int) -> Chosen:
+    assert chosen.manifest is not None
+    usable = sum(each.half is not None for each in candidates)
+    stored = Stored(chosen.folder, chosen.manifest)
+    return Chosen(stored, run_tag, chosen.left_out, [], usable, len(candidates) - usable)
+
+
+class EpisodesRun(SalvagedRun):
+    """The new run while it is written."""
+
+    def __init__(
+        self,
+        of_rows: Chosen,
+        chosen: Candidate,
+        gathered: Gathered,
+        layout: Layout,
+        directory: str,
+        files: FilesLike,
+        *,
+        called: str,
+    ) -> None:
+        """Args:
+        of_rows, chosen: the generation that it is made from.
+        gathered: the items.
+        layout: of the damaged run.
+        directory, files, called: as of :class:`SalvagedRun`.
+        """
+        self._candidate, self._gathered, self._damaged = chosen, gathered, layout
+        self.again, self.losses = 0, list[Loss]()
+        super().__init__(of_rows, directory, files, origin=gathered.opened.origin, called=called)
+        ways = ways_after(layout, gathered.manifest.run_id, gathered.manifest)
+        self._run = msgspec.structs.replace(self._run, made_of=ways)
+
+    def _taken_over(self) -> list[tuple[str, FileInfo]]:
+        """Return the trainer's files, and those that the body of ``checkpoint`` wrote."""
+        own = (CONSUMER_FILE, PROGRESS_FILE)
+        infos = [info for info in self._source().files if info.path not in own and not info.path.startswith(ORIGIN)]
+        folder = self._candidate.folder
+        return [(os.path.join(folder, info.path), info) for info in infos if not of_buffer(info.path)]
+
+    def _manifest(self, state: BufferState, nbytes: int) -> Manifest:
+        options = {**self._gathered.manifest.options, "directory": self._called}
+        made = manifest_of(self._candidate, self._gathered, self.generation, self._run.run_id, options)
+        return msgspec.structs.replace(made, reclaimed=self._gathered.reclaimed)
+
+    def _committed(self, manifest: Manifest) -> Manifest:
+        gathered = self._gathered
+        tag, store = self._chosen.run_tag, self.segments.store
+        copied = copy_payloads(self._damaged, gathered, PayloadCopy(self._damaged, tag, store))
+        self.again, self.losses = copied.again, copied.losses
+        half, ledger = as_found(gathered, copied.inherited)
+        ledger.check()
+        self.generation.add(CONSUMER_FILE, encode_half(half))
+        progress = encode_progress(progress_of(self._candidate, half), self._candidate.unknown)
+        self.generation.add(PROGRESS_FILE, progress)
+        events: list[AnyEvent] = [gathered.opened, copied.inherited, *gathered.fold.feedback, *copied.parts]
+        wrote = self.segments.finish(gathered.opened.wall, REASON, events)
+        assert wrote.position.incarnation == INCARNATION
+        return committed(self.generation, [wrote], manifest, self._run, kind=PIPELINE)
