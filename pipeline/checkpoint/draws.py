@@ -48,6 +48,8 @@ class Filled(NamedTuple):
     again: list[Claimed]
     given_up: list[Claimed]
     """They may have been trained, or cannot be had again."""
+    doubtful: bool = False
+    """Whether others may have been, of which nothing tells."""
 
 
 class Draws:
@@ -56,7 +58,7 @@ class Draws:
     def __init__(self, line: Manifest, seed: int) -> None:
         self.seen = IntervalSet()
         """Uids that an event claims, or that had ended before the line inherited its state."""
-        self._line, self._seed = line, seed
+        self.line, self._seed = line, seed
         self._by_task: dict[str, IntervalSet] = {}
         self._positions: dict[tuple[str, int], IntervalSet] = {}
         self._lengths: dict[tuple[str, int], int] = {}
@@ -134,6 +136,24 @@ class Draws:
                     filled.events.append(Dropped(uid, ended[uid]))
         return filled
 
+    def further(self, sampler: Sampler, least: Mapping[str, int], more: int, first: int) -> list[Claimed]:
+        """Return claims of the next places of each task, which may have been drawn without a trace.
+
+        Args:
+            sampler: what was drawn, as far as the events say.
+            least: how often at the least each task was drawn; that often is claimed.
+            more: how many places of each task are claimed in any case.
+            first: a uid from which on none was used.
+        """
+        found: list[Claimed] = []
+        for task, (epoch, position) in (dict.fromkeys(self.line.tasks, (0, 0)) | self._ends(sampler, ())).items():
+            base = sampler.cursors[task].base if task in sampler.cursors else 0
+            drawn = position + sum(max(0, self._length(task, each, sampler)) for each in range(base, epoch))
+            count = max(more, least.get(task, 0) - drawn)
+            for place in [each for each in self._beyond(sampler, (), max(0, count)) if each.task == task]:
+                found.append(self._claim(first + len(found), place, sampler))
+        return found
+
     def unseen(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
         """Return those of some uids that no event claims."""
         return [uid for low, high in ranges for uid in range(low, high + 1) if uid not in self.seen]
@@ -179,7 +199,7 @@ class Draws:
     def _beyond(self, sampler: Sampler, places: Iterable[Place], count: int) -> list[Place]:
         """Return the next ``count`` places of every task: so far may have been drawn without a trace."""
         found = []
-        tasks = dict.fromkeys(self._line.tasks, (0, 0)) | self._ends(sampler, places)
+        tasks = dict.fromkeys(self.line.tasks, (0, 0)) | self._ends(sampler, places)
         for task, (epoch, position) in tasks.items() if count > 0 else ():
             for _ in range(count):
                 if 0 <= self._length(task, epoch, sampler) <= position:
@@ -204,7 +224,7 @@ class Draws:
             The uids of places; places beyond those in ``missing``; and places that may have been trained.
         """
         by_hand = any(drawn.epoch < 0 for drawn in located.values()) or not self._only_draws
-        tasks = self._ends(sampler, [*uids, *missing]).keys() | self._line.tasks.keys()
+        tasks = self._ends(sampler, [*uids, *missing]).keys() | self.line.tasks.keys()
         last = untold[-1] if len(tasks) == 1 and not by_hand else unknown[-1] if unknown else -1
         between = [uid for uid in range(last + 1) if uid not in self.seen and uid not in located]
         more = self._beyond(sampler, [*uids, *missing], len(between) - len(missing))
@@ -239,12 +259,12 @@ class Draws:
 
     def size_of(self, task: str) -> tuple[int, int]:
         """Return the size of a task's groups, and how many must finish for one to count."""
-        described = self._line.tasks.get(task, {})
+        described = self.line.tasks.get(task, {})
         size = described.get("group_size", 1)
         return self._sizes.get(task, (size, described.get("min_group", size)))
 
     def _shuffles(self, task: str) -> bool:
-        return bool(self._line.tasks.get(task, {}).get("shuffle", False))
+        return bool(self.line.tasks.get(task, {}).get("shuffle", False))
 
     def _is_stream(self, task: str, sampler: Sampler) -> bool:
         length, mark = self.source(task, sampler)
@@ -259,6 +279,6 @@ class Draws:
         cursor = sampler.cursors.get(task)
         if cursor is not None and cursor.epoch >= 0:
             return cursor.length, cursor.mark
-        mark = source_as_saved(self._line.tasks.get(task, {}))
+        mark = source_as_saved(self.line.tasks.get(task, {}))
         # Without one there is nothing to be drawn of it, so the next draw begins an epoch.
         return (0, SourceMark()) if mark is None else (mark.length, mark)

@@ -18,13 +18,14 @@ from pipeline.checkpoint.played import PLAYED, Played, claimed_as_episode
 from pipeline.checkpoint.remains import Hole
 from pipeline.checkpoint.rescue import Rescue, look_beyond, rescue
 from pipeline.checkpoint.survey import Candidate
-from pipeline.ledger import ConsumerHalf
+from pipeline.ledger import ConsumerHalf, Entry
 from pipeline.records import Claimed, Dropped, Opened, Reserved
 from pipeline.sampler import Progress, TurnSampler
 from pipeline.store.journal import Logged
 from pipeline.store.layout import Layout
 
 _MOST = 20  # items that are listed one by one
+_MAY_HAVE = "may have been trained already, or came from a stream, and are not run again"
 
 
 class Gathered(NamedTuple):
@@ -89,11 +90,11 @@ def gather(
         fold = rescue(layout, run_tag, manifest, own, half, discard=discard, played=played)
         losses += [hole_loss(layout, *each) for each in fold.holes]
         if fold.torn:
-            filled, more = _fill(layout, run_tag, fold, half)
+            filled, more = _fill(layout, run_tag, fold, chosen)
             again, reclaimed = filled.again, bool(filled.again or filled.given_up)
             losses += more
-        if played is not None:
-            played.settle(fold.ledger)
+        if played is not None and (given_up := played.settle(fold.ledger)):
+            losses += _lost(layout, fold, "were begun before events that are missing", given_up, _MAY_HAVE)
     opened = opening(manifest, fold.sampler.seed, f"{run_id}/{manifest.generation}")
     fold.ledger.apply(opened)
     fold.partials.apply(opened.incarnation, opened.rank, opened)
@@ -107,9 +108,10 @@ def opening(manifest: Manifest, seed: int, origin: str, rank: int = 0) -> Opened
     return Opened(1, rank, -1, manifest.step, manifest.step, seed, host, process, time.time(), origin=origin)
 
 
-def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tuple[Filled, list[Loss]]:
+def _fill(layout: Layout, run_tag: int, fold: Rescue, chosen: Candidate) -> tuple[Filled, list[Loss]]:
     """Claim what was claimed in the holes."""
-    ended, played = fold.ended, fold.played
+    half, ended, played = chosen.half, fold.ended, fold.played
+    assert half is not None
     if played is not None:
         ended = {**ended, **played.without_claim(fold.draws.seen)}
     wanted = {*fold.draws.unseen(half.trained), *ended}
@@ -120,33 +122,57 @@ def _fill(layout: Layout, run_tag: int, fold: Rescue, half: ConsumerHalf) -> tup
         filled = _of_episodes(fold, filled, ended)
     for event in filled.events:
         fold.add(Logged(0, 0, 0, event))
+    if played is not None and filled.doubtful:
+        filled = _given_up_too(fold, filled, chosen, len(ended.keys() - _claimed_in(filled)))
+    losses = []
+    for claims, fate in ((filled.again, "are run from the start"), (filled.given_up, _MAY_HAVE)):
+        losses += _lost(layout, fold, "were claimed where events are missing", claims, fate)
+    return filled, losses
+
+
+def _lost(layout: Layout, fold: Rescue, how: str, items: Sequence[Claimed | Entry], fate: str) -> list[Loss]:
+    """Say what becomes of items of which a hole leaves something open."""
     hole = next(hole for hole, _ in fold.holes if hole.events)
     losses = []
-    for claims, fate in (
-        (filled.again, "are run from the start"),
-        (filled.given_up, "may have been trained already, or came from a stream, and are not run again"),
-    ):
-        for task in sorted({each.task for each in claims}):
-            mine = [each for each in claims if each.task == task]
-            shown = ", ".join(f"{each.index} (epoch {each.epoch}, now uid {each.uid})" for each in mine[:_MOST])
-            more = f" and {len(mine) - _MOST} more" if len(mine) > _MOST else ""
-            what = f"{hole.name.path}: {len(mine)} items were claimed where events are missing"
-            losses.append(_loss(layout, hole, what, f"task {task}: items of index {shown}{more} {fate}"))
-    return filled, losses
+    for task in sorted({each.task for each in items}):
+        mine = [each for each in items if each.task == task]
+        shown = ", ".join(f"{each.index} (epoch {each.epoch}, now uid {each.uid})" for each in mine[:_MOST])
+        more = f" and {len(mine) - _MOST} more" if len(mine) > _MOST else ""
+        what = f"{hole.name.path}: {len(mine)} items {how}"
+        losses.append(_loss(layout, hole, what, f"task {task}: items of index {shown}{more} {fate}"))
+    return losses
 
 
 def _of_episodes(fold: Rescue, filled: Filled, ended: Mapping[int, str]) -> Filled:
     """Return what is known of a hole, where rollouts fill a buffer: what has rows is not given up but played, and where
     nobody can tell what has, nothing is played again."""
-    told = {event.uid for event in filled.events if isinstance(event, Claimed)}
     known = [event for event in filled.events if not (isinstance(event, Dropped) and event.reason == PLAYED)]
     events = [claimed_as_episode(event) for event in known]
     holes = [(hole, (hole.name.incarnation, hole.name.rank)) for hole, _ in fold.holes if hole.events]
     inside = any(hole.first <= fold.positions.get(key, 0) for hole, key in holes)
-    if not inside and ended.keys() <= told:  # the generation's buffer has no rows of theirs
+    if not inside and ended.keys() <= _claimed_in(filled):  # the generation's buffer has no rows of theirs
         return filled._replace(events=events)
     events += [Dropped(each.uid, "discarded") for each in filled.again]
-    return Filled(events, [], [*filled.again, *filled.given_up])
+    return Filled(events, [], [*filled.again, *filled.given_up], doubtful=True)
+
+
+def _claimed_in(filled: Filled) -> set[int]:
+    return {event.uid for event in filled.events if isinstance(event, Claimed)}
+
+
+def _given_up_too(fold: Rescue, filled: Filled, chosen: Candidate, unknown: int) -> Filled:
+    """Give up what may have been claimed without any trace but its rows: as many as the generation says have finished,
+    and may have been in flight, or as there are items of which nobody knows what they are."""
+    manifest = fold.draws.line
+    finished = {} if chosen.progress is None else chosen.progress.raw_rewards_count
+    in_flight = int(manifest.options.get("concurrency", 0))
+    least = {task: finished.get(task, 0) + in_flight for task in manifest.tasks if finished.get(task, 0)}
+    more = [claimed_as_episode(each) for each in fold.draws.further(fold.sampler, least, unknown, fold.ledger.next_uid)]
+    claims = [each for each in more if isinstance(each, Claimed)]
+    for each in claims:
+        fold.add(Logged(0, 0, 0, each))
+        fold.add(Logged(0, 0, 0, Dropped(each.uid, "discarded")))
+    return filled._replace(given_up=[*filled.given_up, *claims])
 
 
 def hole_loss(layout: Layout, hole: Hole, left_out: int) -> Loss:

@@ -175,7 +175,7 @@ def _inherited(gathered: Gathered, places: Places, lost: list[Unreadable], copie
     if gathered.recount:  # what was claimed, the events no longer say
         for name, totals in inherited.totals.items():
             live = sum(entry.task == name for entry in fold.ledger.entries.values())
-            totals["claimed"] = live + totals["trained"] + sum(totals["dropped"].values())
+            totals["claimed"] = live + totals["trained"] + totals["retired"] + sum(totals["dropped"].values())
     if gathered.turns is not None:
         return msgspec.structs.replace(inherited, items=items, next_uid=gathered.turns.next, turns=gathered.turns.base)
     next_uid = max(inherited.next_uid, *(last + 1 for _, last in half.trained), 0)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from pipeline.intervals import IntervalSet
-from pipeline.ledger import Ledger
+from pipeline.ledger import Entry, Ledger
 from pipeline.locations import Location
 from pipeline.records import (
     EPISODE,
@@ -90,6 +90,7 @@ class Played:
         """Tasks of the items that have such, or may get some."""
         self.beyond: dict[int, Beyond] = {}
         """Items of which events came that do not fit."""
+        self._doubtful: set[int] = set()
         self._most = _FEW
 
     def take(self, logged: Logged, live: Collection[int]) -> None:
@@ -114,10 +115,17 @@ class Played:
         while self.made and self.made[0].end <= oldest:
             self.made.popleft()
 
+    def hole(self, key: tuple[int, int], first: int, live: Collection[int]) -> None:
+        """Take in that the events of a journal are missing from one on. If the generation knew of them, those of the
+        ``live`` items that are not heard of any more may have been played there: it has the rows of these."""
+        if first <= self._positions.get(key, 0):
+            self._doubtful |= set(live)
+
     def left_out(self, event: AnyEvent) -> None:
         """Take in an event that does not fit what came before it."""
         uid = getattr(event, "uid", None)
         if uid is not None and not isinstance(event, (Claimed, Dropped)):
+            self._doubtful.discard(uid)
             self.beyond.setdefault(uid, Beyond()).take(event)
 
     @property
@@ -129,11 +137,16 @@ class Played:
         """Return the items that are not to be played again, and of whose claim no event tells."""
         return {uid: PLAYED for uid, each in self.beyond.items() if each.over and uid not in seen}
 
-    def settle(self, ledger: Ledger) -> None:
-        """Let happen what did not fit, to the items that it ends."""
+    def settle(self, ledger: Ledger) -> list[Entry]:
+        """Let happen what did not fit, to the items that it ends. Returns those that were given up, as nobody knows
+        whether they were played."""
         for uid, each in self.beyond.items():
             if each.over and uid in ledger.entries:
                 each.apply(uid, ledger)
+        given_up = [ledger.entries[uid] for uid in sorted(self._doubtful & ledger.entries.keys())]
+        for entry in given_up:
+            ledger.apply(Dropped(entry.uid, "discarded"))
+        return given_up
 
 
 def claimed_as_episode(event: AnyEvent) -> AnyEvent:

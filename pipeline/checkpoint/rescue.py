@@ -91,6 +91,8 @@ class Rescue(ProducerFold):
         if hole.events:
             self.torn = True
             self._before = set(self.ledger.entries)
+            if self.played is not None:
+                self.played.hole((hole.name.incarnation, hole.name.rank), hole.first, self._before)
 
     def _fits(self, logged: Logged) -> bool:
         event = logged.event

@@ -21,6 +21,7 @@ from pipeline.tools.salvaging import (
     SalvagedTrajectoryShards,
     salvage_run,
 )
+from pipeline.tools.salvaging_episodes import SalvagedEpisodes
 
 DONE = 0
 DESCRIPTION = """\
@@ -97,7 +98,7 @@ def _show(out: Terminal, found: Salvaged | SalvagedBuffer, run: str, *, dry_run:
 
 
 def _kept(found: Salvaged | SalvagedBuffer) -> list[tuple[str, str]]:
-    if isinstance(found, Salvaged):
+    if isinstance(found, Salvaged) and not isinstance(found, SalvagedEpisodes):
         return _rollouts(found)
     lost = f"{found.rows_lost:,} are lost"
     kept = counted(found.rows_kept, "row")
@@ -108,9 +109,11 @@ def _kept(found: Salvaged | SalvagedBuffer) -> list[tuple[str, str]]:
     if isinstance(found, (SalvagedShards, SalvagedTrajectoryShards)):
         ranks = ", ".join(f"{rank}: {rows:,}" for rank, rows in enumerate(found.shards))
         shown.append(("ranks", ranks + "".join(f"; the shard of rank {rank} is lost" for rank in found.shards_lost)))
-    if isinstance(found, (SalvagedRows, SalvagedShards)) and found.episodes_split:
+    if isinstance(found, (SalvagedRows, SalvagedShards, SalvagedEpisodes)) and found.episodes_split:
         split = counted(found.episodes_split, "episode")
         shown.append(("split", f"{split} by rows that are gone between others"))
+    if isinstance(found, SalvagedEpisodes):
+        shown.append(("again", f"{counted(found.items_again, 'item')} from the start"))
     return shown
 
 

@@ -1,0 +1,409 @@
+"""A run whose rollouts fill a replay buffer is damaged: what is whole comes along, and goes on as it would have."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline import Context, Damaged, Item, ReplayBuffer, Retry, Rollout, UsageError
+from pipeline.checkpoint import salvage, verify
+from pipeline.checkpoint.generations import find_generations
+from pipeline.cli import main
+from pipeline.records import Added
+from pipeline.store.frames import EVENTS, HEADER_BYTES
+from pipeline.store.journal import read_journals
+from pipeline.store.layout import Layout
+from pipeline.tools.salvaging import salvage_run
+from pipeline.tools.salvaging_episodes import SalvagedEpisodes
+from pipeline.waiting import Signal
+from tests.faults.test_experience_resume import cut_everywhere, draws, make, train
+from tests.support.crashes import crashed_copy
+from tests.support.experience import (
+    ROWS,
+    Agent,
+    block,
+    contents,
+    fed,
+    filled,
+    reaches,
+    resumed,
+    walk,
+    walk_unevenly,
+    written,
+)
+from tests.support.salvaging import fingerprint, flip, frames
+
+ITEMS = 20
+
+
+def salvaged(directory: str | Path, target: Path, **more: Any) -> SalvagedEpisodes:
+    before = fingerprint(str(directory))
+    found = salvage_run(directory, target, **more)
+    assert fingerprint(str(directory)) == before
+    assert isinstance(found, SalvagedEpisodes)
+    if not more.get("rehearse"):
+        seen = verify(str(target))
+        assert seen.whole, seen.damages
+    return found
+
+
+async def state_of(directory: str | Path, count: int = ITEMS, *, capacity: int = 1000, **options: Any) -> Any:
+    """All that a resume finds: rows with their marks, what the next draws are, and where every item is."""
+    buffer, agent = make(capacity=capacity), Agent()
+    async with fed(buffer, count, directory=str(directory), **options) as pipe:
+        pipe.attach(agent=agent)
+        found = await resumed(pipe)
+        pipe.ledger.check()
+        ring = buffer.ring
+        keys = ring.keys()
+        marks = {}
+        if buffer.schema is not None:
+            slots = ring.slots(keys)
+            names = ("#episode", "#place", "#behind", "#version", "#end")
+            marks = {name: ring.storage.view(name)[slots].tolist() for name in names}
+            marks["following"] = ring.following(keys).tolist()
+            marks["mass"] = buffer.drawer.mass(keys).tolist()
+        state = buffer.state_dict()["state"]
+        counts = {name: state[name] for name in ("limiter", "generator", "next_episode", "open_episodes")}
+        items = {uid: (entry.task, entry.index, entry.kind) for uid, entry in pipe.ledger.entries.items()}
+        totals = pipe.ledger.totals
+        drawn = draws(buffer, 3) if len(buffer) else []
+        cursors = {name: (each.epoch, each.position) for name, each in pipe._run.state.sampler.cursors.items()}
+        return (
+            found.step,
+            agent.seen,
+            keys.tolist(),
+            contents(buffer),
+            marks,
+            counts,
+            items,
+            {name: (each.claimed, each.retired, each.retired_early, each.rows) for name, each in totals.items()},
+            drawn,
+            cursors,
+        )
+
+
+async def goes_on(directory: Path, count: int = ITEMS, run: Any = walk, **options: Any) -> Counter[tuple[int, int]]:
+    """Play what is left; return how often each row is there."""
+    buffer, agent = make(), Agent()
+    async with fed(buffer, count, run=run, directory=str(directory), **options) as pipe:
+        pipe.attach(agent=agent)
+        assert (await resumed(pipe)).step == len(agent.seen)
+        before = contents(buffer)
+        await pipe.start()
+        await filled(pipe)
+        assert contents(buffer)[: len(before)] == before
+        pipe.ledger.check()
+        await (await pipe.save(pipe.ledger.step)).committed()
+    assert verify(str(directory)).whole
+    return Counter(contents(buffer))
+
+
+@pytest.mark.parametrize("after_crash", ["reuse", "discard"])
+async def test_wherever_the_cut_falls_it_goes_on_as_the_run_itself(
+    run_directory: str, tmp_path: Path, after_crash: Any
+) -> None:
+    copies = await cut_everywhere(run_directory, tmp_path / "cut", after_crash=after_crash)
+    assert len(copies) > 20
+    for number, killed in enumerate(copies):
+        target = tmp_path / f"salvaged {number}"
+        assert salvaged(killed, target).whole
+        again = tmp_path / f"again {number}"
+        assert salvaged(target, again).whole, "of a run that a salvage made"
+        own = await state_of(killed, 6, after_crash=after_crash)
+        assert await state_of(target, 6, after_crash=after_crash) == own
+        assert await state_of(again, 6, after_crash=after_crash) == own
+        rows = await goes_on(target, 6, after_crash=after_crash)
+        assert sorted(rows) == [(index, place) for index in range(6) for place in range(2 * ROWS)] or own[7]
+        assert max(rows.values()) == 1
+
+
+async def test_rows_that_were_never_written_are_played_again(run_directory: str, tmp_path: Path) -> None:
+    """With ``durability="none"`` a save writes them, and what came after it is set aside."""
+    buffer, agent = make(), Agent()
+    async with fed(buffer, ITEMS, directory=run_directory, durability="none") as pipe:
+        pipe.attach(agent=agent)
+        await pipe.start()
+        await reaches(pipe, buffer, 30)
+        await train(pipe, buffer, agent, range(1))
+        await (await pipe.save(1)).committed()
+        await filled(pipe)
+        await written(pipe)
+        killed = crashed_copy(run_directory, tmp_path / "killed")
+    found = salvaged(killed, tmp_path / "out")
+    assert found.whole
+    assert await state_of(tmp_path / "out", durability="none") == await state_of(killed, durability="none")
+    rows = await goes_on(tmp_path / "out", durability="none")
+    assert {index for index, _ in rows} == set(range(ITEMS))
+    assert max(rows.values()) == 1
+
+
+class Gate:
+    """Lets so many blocks in."""
+
+    def __init__(self) -> None:
+        self.left, self.changed = 0, Signal()
+
+    async def let_in(self, pipe: Pipeline, buffer: ReplayBuffer, blocks: int) -> None:
+        """Each is written before the next one comes."""
+        for _ in range(blocks):
+            self.left += 1
+            self.changed.notify()
+            await reaches(pipe, buffer, buffer.ring.added + ROWS)
+            await written(pipe)
+
+    async def walk(self, item: Item, ctx: Context) -> Rollout:
+        """One to four blocks, each once it is let in."""
+        parts = 1 + item.index % 4
+        for part in range(parts):
+            await self.changed.wait_for(lambda: self.left > 0)
+            self.left -= 1
+            await ctx.extend(block(item, part, ends=part == parts - 1))
+        return Rollout()
+
+
+async def two_lives(folder: Path, **options: Any) -> str:
+    """A run that was saved, killed, resumed, saved and killed again, with rows that came after the last save, attempts
+    that failed, and a column that was written back."""
+    first, run = str(folder / "life 1"), str(folder / "run")
+    second = str(folder / "life 2")
+    for directory, target in ((first, second), (second, run)):
+        buffer, agent, gate = make(**options), Agent(), Gate()
+        async with fed(buffer, ITEMS, directory=directory, run=gate.walk, concurrency=4) as pipe:
+            pipe.attach(agent=agent)
+            begun = (await resumed(pipe)).step
+            await pipe.start()
+            await gate.let_in(pipe, buffer, 8)
+            for _ in range(3):
+                batch = await pipe.sample(8)
+                buffer.update_priorities(batch.keys, agent.train(batch))
+            keys = buffer.ring.keys()
+            buffer.write_back(keys[::5], {"reward": 1000.0 + keys[::5]})
+            await (await pipe.save(begun + 3)).committed()
+            await gate.let_in(pipe, buffer, 8)
+            crashed_copy(directory, target)
+    return run
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> str:
+    return await two_lives(tmp_path)
+
+
+def added_later(directory: str) -> list[Added]:
+    """Rows that came after the newest generation."""
+    layout = Layout(directory)
+    marker = layout.read_run()
+    assert marker is not None
+    manifest = find_generations(layout, marker.run_id).complete[-1].manifest
+    positions = {each.incarnation: each.sequence for each in manifest.journals}
+    every = read_journals(layout, run_tag=marker.tag)
+    found = [each.event for each in every if each.sequence > positions.get(each.incarnation, 0)]
+    return [event for event in found if isinstance(event, Added)]
+
+
+def payloads(directory: str) -> Iterator[tuple[str, int, int]]:
+    """Segment, offset and length of every payload."""
+    for path in sorted((Path(directory) / "segments").iterdir()):
+        for frame in frames(directory, f"segments/{path.name}"):
+            if frame.header.kind == 2:
+                yield f"segments/{path.name}", frame.offset, frame.header.length
+
+
+@pytest.mark.parametrize("capacity", [1000, 30])
+async def test_the_rows_of_one_damaged_block_are_lost_and_no_others(tmp_path: Path, capacity: int) -> None:
+    run = await two_lives(tmp_path, capacity=capacity)
+    assert len(added_later(run)) >= 2
+    assert salvaged(run, tmp_path / "whole").whole
+    whole = await state_of(tmp_path / "whole", capacity=capacity)
+    assert len(whole[3]) == min(capacity, len(whole[3]))
+    shutil.copytree(run, tmp_path / "resumed")
+    own = await state_of(tmp_path / "resumed", capacity=capacity)
+    if capacity == 1000:
+        assert whole == own
+    else:  # rows that were changed are written anew, and parts of which the first rows are gone begin where they are
+        assert whole[:4] == own[:4]
+        assert whole[4]["#version"] == own[4]["#version"]
+        assert [each > 0 for each in whole[4]["#end"]] == [each > 0 for each in own[4]["#end"]]
+        assert whole[4]["mass"] == own[4]["mass"]
+        assert whole[5:8] == own[5:8] or whole[6:8] == own[6:8]
+    lost = 0
+    for number, (segment, offset, length) in enumerate(payloads(run)):
+        damaged, target = tmp_path / f"damaged {number}", tmp_path / f"out {number}"
+        shutil.copytree(run, damaged)
+        flip(damaged / segment, offset + HEADER_BYTES + length // 2)
+        found = salvaged(damaged, target)
+        assert found.rows_kept + found.rows_lost == len(whole[3])
+        lost += found.rows_lost
+        at = [loss for loss in found.losses if loss.path == segment and loss.offset == offset]
+        assert bool(at) == bool(found.rows_lost)
+        state = await state_of(target, capacity=capacity)
+        rows = state[3]
+        assert len(rows) == found.rows_kept
+        assert rows == [row for row in whole[3] if row in set(rows)], "in their order, each once"
+        assert state[6:8] == whole[6:8], "what is left to be played does not hang on rows"
+        for row, following in zip(rows, state[4]["following"], strict=True):
+            assert [(row[0], row[1] + more) in set(rows) for more in range(following)] == [True] * following
+        if capacity == 1000:
+            again = await goes_on(target, run=walk_unevenly)
+            assert max(again.values()) == 1
+            assert {index for index, _ in again} | {index for index, _ in whole[3]} == set(range(ITEMS))
+    assert lost >= len(whole[3])
+
+
+@pytest.mark.parametrize("width", [1, 4])
+async def test_a_hole_in_a_journal_costs_what_lay_there_and_nothing_is_played_twice(
+    run: str, tmp_path: Path, width: int
+) -> None:
+    whole = (await state_of(shutil.copytree(run, tmp_path / "copy")))[3]
+    names = [path.name for path in sorted((Path(run) / "journals").iterdir())]
+    assert len(names) == 2
+    places = [(name, frame) for name in names for frame in frames(run, f"journals/{name}")]
+    places = [(name, frame) for name, frame in places if frame.header.kind == EVENTS]
+    again = 0
+    for number, (name, frame) in enumerate(places):
+        damaged, target = tmp_path / f"damaged {number}", tmp_path / f"out {number}"
+        shutil.copytree(run, damaged)
+        for other, each in places[number : number + width]:
+            flip(damaged / "journals" / other, each.offset + HEADER_BYTES + 1)
+        found = salvaged(damaged, target)
+        again += found.items_again
+        if number + width < len(places):  # at the end it is as if it had not been written
+            assert any(loss.path == f"journals/{name}" for loss in found.losses)
+        rows = (await state_of(shutil.copytree(target, tmp_path / f"seen {number}")))[3]
+        assert set(rows) <= set(whole)
+        assert len(rows) == found.rows_kept
+        after = await goes_on(target, run=walk_unevenly)
+        assert max(after.values()) == 1, (name, frame.offset)
+    assert bool(again) == (width > 1), "what was claimed in a hole that no generation covers, and left no rows"
+
+
+@pytest.mark.parametrize("gone", ["journals/000001-0000.fbj", "journals/000002-0000.fbj"])
+async def test_without_a_journal_the_rows_of_the_generation_come_along(run: str, tmp_path: Path, gone: str) -> None:
+    os.unlink(Path(run) / gone)
+    found = salvaged(run, tmp_path / "out")
+    assert not found.whole
+    assert found.rows_kept >= 48
+    after = await goes_on(tmp_path / "out", run=walk_unevenly)
+    assert max(after.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["replay.json", "blocks.msgpack", "consumer.json", "manifest.json", "values"])
+async def test_an_older_generation_is_taken_if_the_newest_does_not_say_how_the_buffer_stood(
+    run: str, tmp_path: Path, name: str
+) -> None:
+    whole = salvaged(run, tmp_path / "whole")
+    newest = max((Path(run) / "generations").iterdir())
+    path = next((newest / name).glob("selector.*")) if name == "values" else newest / name
+    flip(path, path.stat().st_size // 2)
+    found = salvaged(run, tmp_path / "out")
+    assert found.generations_unusable == 1
+    assert found.step < whole.step
+    assert any(loss.path.startswith(f"generations/{newest.name}/") for loss in found.losses)
+    after = await goes_on(tmp_path / "out", run=walk_unevenly)
+    assert max(after.values()) == 1
+    assert {index for index, _ in after} == set(range(ITEMS))
+
+
+async def test_the_trainers_file_is_left_out_if_no_generation_has_it_whole(run: str, tmp_path: Path) -> None:
+    for path in Path(run).glob("generations/*/trainer/agent.safetensors"):
+        flip(path, path.stat().st_size - 1)
+    found = salvaged(run, tmp_path / "out")
+    assert list(found.left_out) == ["trainer/agent.safetensors"]
+    async with fed(make(), ITEMS, directory=str(tmp_path / "out")) as pipe:
+        pipe.attach(agent=Agent())
+        with pytest.raises(UsageError, match="agent is damaged"):
+            await pipe.resume()
+    async with fed(make(), ITEMS, directory=str(tmp_path / "out")) as pipe:
+        assert (await pipe.resume()).step == found.step
+
+
+async def test_without_any_state_of_the_buffer_it_is_refused(run: str, tmp_path: Path) -> None:
+    for path in Path(run).glob("generations/*/replay.json"):
+        flip(path, 10)
+    with pytest.raises(Damaged, match=r"replay\.json"):
+        salvage_run(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+async def test_the_salvage_of_groups_names_the_one_that_takes_rows(run: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="salvage_run takes what is whole"):
+        salvage(run, tmp_path / "out")
+
+
+async def test_an_item_of_which_an_attempt_failed_is_tried_again(run_directory: str, tmp_path: Path) -> None:
+    """Its rows stay, and the next attempt is another episode: as a recovery has it."""
+
+    async def stumbles(item: Item, ctx: Context) -> Rollout:
+        await ctx.extend(block(item, 0))
+        if item.index == 1 and ctx.attempt == 1:
+            raise ValueError("stumbled")
+        if item.index == 2:
+            await anyio.sleep_forever()
+        await ctx.extend(block(item, 1, ends=True))
+        return Rollout()
+
+    buffer = make()
+    async with fed(buffer, 3, run=stumbles, directory=run_directory, on_failure=Retry(3)) as pipe:
+        pipe.attach(agent=Agent())
+        await pipe.start()
+        await reaches(pipe, buffer, 6 * ROWS)
+        await pipe._run.state.changed.wait_for(lambda: pipe.ledger.totals["numbers"].retired == 2)
+        await written(pipe)
+        killed = crashed_copy(run_directory, tmp_path / "killed")
+    assert salvaged(killed, tmp_path / "out").whole
+    own = await state_of(killed, 3)
+    assert await state_of(tmp_path / "out", 3) == own
+    assert own[7]["numbers"][1:3] == (3, 1)
+
+
+async def test_what_the_selection_begins_anew_is_told(run_directory: str, tmp_path: Path) -> None:
+    """An order without replacement holds as long as no row is lost."""
+    select: Any = {"select": "without_replacement"}
+    buffer = ReplayBuffer(1000, select=select, seed=3)
+    async with fed(buffer, directory=run_directory) as pipe:
+        await pipe.start()
+        await reaches(pipe, buffer, 36)
+        buffer.sample(10)
+        await (await pipe.save(0)).committed()
+        await filled(pipe)
+        await written(pipe)
+        killed = crashed_copy(run_directory, tmp_path / "killed")
+    assert salvaged(killed, tmp_path / "out").whole
+    expected = buffer.sample(26).keys.tolist()
+    again = ReplayBuffer(1000, select=select, seed=3)
+    async with fed(again, directory=str(tmp_path / "out")) as pipe:
+        await resumed(pipe)
+        assert again.sample(26).keys.tolist() == expected
+    segment, offset, length = list(payloads(killed))[-1]
+    flip(Path(killed) / segment, offset + HEADER_BYTES + length // 2)
+    found = salvaged(killed, tmp_path / "other")
+    assert [loss.lost for loss in found.losses if "begins anew" in loss.lost]
+
+
+async def test_a_dry_run_says_the_same_and_writes_nothing(run: str, tmp_path: Path) -> None:
+    segment, offset, length = list(payloads(run))[-1]
+    flip(Path(run) / segment, offset + HEADER_BYTES + length // 2)
+    dry = salvaged(run, tmp_path / "out", rehearse=True)
+    assert not (tmp_path / "out").exists()
+    made = salvaged(run, tmp_path / "out")
+    assert made.run_id
+    assert dry == type(dry)(**{name: getattr(made, name) for name in dry.__struct_fields__} | {"run_id": ""})
+
+
+async def test_the_command(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment, offset, length = list(payloads(run))[-1]
+    flip(Path(run) / segment, offset + HEADER_BYTES + length // 2)
+    assert main(["salvage", run, str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "rows, and" in told
+    assert "are lost" in told
+    assert f"{segment} at byte {offset}" in told
+    assert verify(str(tmp_path / "out")).whole
