@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline import Context, Damaged, Item, ReplayBuffer, Retry, Rollout, UsageError
+from pipeline import Context, Damaged, Item, Pipeline, ReplayBuffer, Retry, Rollout, UsageError
 from pipeline.checkpoint import salvage, verify
 from pipeline.checkpoint.generations import find_generations
 from pipeline.cli import main
