@@ -66,7 +66,7 @@ def carry_out(name: str, given: argparse.Namespace, do: Callable[[Told | None], 
 def lines(made: Made, *, dry: bool) -> Iterator[str]:
     """Yield what is printed for a person."""
     yield f"{made.directory}: {'would be ' if dry else ''}{made.kind}, step {made.step}"
-    what = _UNITS.get(made.kind, "episodes")
+    what = "items" if made.of_rows else _UNITS.get(made.kind, "episodes")
     rows = "rollouts" if what == "groups" else "rows"
     units = f"{made.units} {what}, " if made.capacity is None else ""  # rows of pools go by themselves
     yield f"  holds     {units}{made.rows} {rows}, {made.bytes} bytes"

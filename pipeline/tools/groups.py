@@ -19,10 +19,10 @@ from pipeline.checkpoint.fold import pending_batches
 from pipeline.checkpoint.gathering import Gathered
 from pipeline.checkpoint.generations import check_generation
 from pipeline.checkpoint.lines import discards
-from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE, MadeOf
+from pipeline.checkpoint.manifest import PIPELINE, MadeOf
 from pipeline.checkpoint.rank_gathering import gather_parts
 from pipeline.checkpoint.survey import survey
-from pipeline.errors import ConfigError, Damaged
+from pipeline.errors import Damaged
 from pipeline.ledger import BUFFERED, FINISHED, LEASED, Entry
 from pipeline.locations import Location
 from pipeline.store.files import open_plain
@@ -42,18 +42,11 @@ class Groups:
 
     def __init__(self, source: Source) -> None:
         """Raises:
-        ConfigError: its rollouts fill a buffer.
         Damaged: something is missing or was changed.
         """
         self.source = source
         manifest = source.stored.manifest
         there = {info.path for info in manifest.files}
-        if BLOCKS_FILE in there:
-            raise ConfigError(
-                f"{source.directory}: the rollouts of this run fill a buffer of transitions, and such runs cannot be "
-                "merged or split yet",
-                option="runs",
-            )
         check_generation(source.stored)
         gathered = _gathered(source)
         folds = [part.fold for part in gathered]
@@ -180,7 +173,7 @@ def every_group(sources: Sequence[Source]) -> EveryGroup:
     """Read what there is.
 
     Raises:
-        ConfigError: two runs have a group in common, or one has a buffer of transitions.
+        ConfigError: two runs have a group in common.
         Damaged: something is missing or was changed.
     """
     runs = [Groups(source) for source in sources]

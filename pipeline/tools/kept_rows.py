@@ -19,21 +19,24 @@ from pipeline.buffer.transitions.bodies import some_rows
 from pipeline.buffer.transitions.checked import CheckedBlock
 from pipeline.buffer.transitions.columns import LARGE, Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import as_held, dense
-from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, MARKS, PLACE, VERSION
+from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, OPEN, PLACE, VERSION
 from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, MadeOf
 from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
 from pipeline.errors import Damaged
+from pipeline.replay.feeding import schema_of
 from pipeline.replay.loading import blocks_of, read_values
 from pipeline.replay.moving import written_of
 from pipeline.replay.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of
+from pipeline.replay.selecting import extras_of
 from pipeline.replay.state import VALUES_FOLDER, Ends, read_buffer_state
 from pipeline.replay.values import ValuesFile, write_back_into
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
 from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
+from pipeline.tools.later_rows import LaterRows, Reads
 from pipeline.tools.sources import Source, check_columns
 
 Ints = np.ndarray
@@ -104,11 +107,12 @@ class EpisodesThere(NamedTuple):
 class RowsOnDisk:
     """See the module. What is read is checked; blocks that were opened stay readable whoever removes their files."""
 
-    def __init__(self, source: Source, stored: Stored, own: MadeOf) -> None:
+    def __init__(self, source: Source, stored: Stored, own: MadeOf, later: LaterRows | None = None) -> None:
         """Args:
         source: the run.
         stored: the generation, or a shard as if it were one.
         own: what names the rows, if nothing was made of the run before.
+        later: rows that came after the generation, where rollouts fill the buffer; all of them lie somewhere.
 
         Raises:
             Damaged: something is missing or was changed.
@@ -117,6 +121,17 @@ class RowsOnDisk:
         self.source, self.stored = source, stored
         self.state, self.unknown = read_buffer_state(stored.folder)
         self.where = where_of(source, own)
+        blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), self.state)
+        self._saved, self._later = self.state, later
+        if later is not None:
+            blocks, self.state = [*blocks, *later.blocks], later.state_of(self.state)
+        self.oldest = self.state.added - self.state.size
+        self.blocks = needed_blocks(blocks, self.oldest) if self.state.size else []
+        self._held = HeldSegments(source.layout, source.tag, self.blocks, stored.manifest.segments)
+        if self.state.columns is None and self.blocks:  # all rows came later
+            schema = schema_of(bytes(self._held.payload(self.blocks[0])), self._held.where(self.blocks[0]))
+            self.state = msgspec.structs.replace(self.state, columns=list(schema.columns))
+        self._cut = np.empty(0, np.int64)
         self.schema = self.state.schema
         self.nexts = self.state.next_obs_columns or []
         """Columns of next observations, if rows share these."""
@@ -126,12 +141,9 @@ class RowsOnDisk:
         """What their buffer was built with."""
         self.fields = Fields.of(self.options.get("fields"))
         self._kept = self._listed() if self.state.dropped else {}
-        self.oldest = self.state.added - self.state.size
-        blocks = blocks_of(os.path.join(stored.folder, BLOCKS_FILE), self.state)
-        self.blocks = needed_blocks(blocks, self.oldest) if self.state.size else []
-        self._held = HeldSegments(source.layout, source.tag, self.blocks, stored.manifest.segments)
         self._there = {info.path for info in stored.manifest.files}
-        self.made = PART_FILE in self._there
+        gone_on = later is not None and bool(later.blocks)
+        self.made = PART_FILE in self._there and not gone_on
         own = msgspec.structs.replace(own, numbered=self.state.numbered)
         self.parts = list(stored.manifest.made_of) if self.made else [own]
         """What names the rows; :attr:`ranks` says where each stands among the parts of all that is read."""
@@ -157,6 +169,15 @@ class RowsOnDisk:
     def _file(self, path: str) -> ValuesFile:
         return ValuesFile(os.path.join(self.stored.folder, path), path.rpartition(".")[2])
 
+    @property
+    def extras(self) -> set[str]:
+        """Names of the files of what the selection has of each row."""
+        return {name for name in extras_of(self.stored) if self._extra(name) is not None}
+
+    def _extra(self, name: str) -> Reads | None:
+        file = self._file(f"{VALUES_FOLDER}/{name}")
+        return file if self._later is None else self._later.extended(file, name, self._saved)
+
     def _listed(self) -> dict[str, np.ndarray]:
         """Return the list of the episodes that a save has not dropped, under its name, if it is there."""
         path = f"{VALUES_FOLDER}/{_LISTED}"
@@ -180,7 +201,7 @@ class RowsOnDisk:
 
     def _chunks(self, schema: Schema, extras: Sequence[str], wanted: Ints | None) -> Iterator[tuple[Chunk, Ints]]:
         """Yield all rows, also those that a save has dropped, and what keys they have here."""
-        files = [self._file(f"{VALUES_FOLDER}/{name}") for name in extras]
+        files = [each for name in extras if (each := self._extra(name)) is not None]
         written, ends = written_of(self.state, self._written_values()), Ends(self.state)
         aside = self._aside(self.nexts)
         for block, keep, at in self._ranges():
@@ -192,6 +213,10 @@ class RowsOnDisk:
             keys = np.arange(block.first, block.first + block.count)[keep]
             write_back_into(arrays, keys, written)
             arrays[END] = ends.of(keys, arrays[END])
+            if self._later is not None:
+                self._later.cap(arrays, block.first)
+                low, high = np.searchsorted(self._cut, (keys[0], keys[-1] + 1))
+                arrays[END][self._cut[low:high] - keys[0]] = CUT
             own, nexts = aside.among(int(keys[0]), int(keys[-1]) + 1)
             part, key = self._ids(at, keys)
             yield Chunk(arrays, part, key, [file.read(at, len(keys)) for file in files], own - keys[0], nexts), keys
@@ -272,13 +297,18 @@ class RowsOnDisk:
                 hits[of[np.asarray(met(arrays, len(number)), bool)]] = True
             rows, last = np.bincount(of, minlength=len(episode)), np.zeros(len(episode), np.int64)
             last[of] = at + there  # of one episode the last one counts
-            found.append((episode, rows, arrays[PLACE][first], at + there[first], arrays[VERSION][first], last, hits))
-        columns = [np.concatenate(each) for each in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 7
+            ends = arrays[END][np.searchsorted(there, last - at)]
+            first_at = at + there[first]
+            found.append((episode, rows, arrays[PLACE][first], first_at, arrays[VERSION][first], last, hits, ends))
+        columns = [np.concatenate(each) for each in zip(*found, strict=True)] if found else [np.empty(0, np.int64)] * 8
         number, begin, of = np.unique(columns[0], return_index=True, return_inverse=True)
         (rows, last), hits = np.zeros((2, len(number)), np.int64), np.zeros(len(number), bool)
         np.add.at(rows, of, columns[1])
         np.maximum.at(last, of, columns[5].astype(np.int64))
         np.logical_or.at(hits, of, columns[6].astype(bool))
+        if self._later is not None:  # whoever played is gone: what has no end was left where it is
+            newest = columns[5] == last[of]
+            self._cut = np.sort(self.oldest + columns[5][newest & ((columns[7] == OPEN) | (columns[7] == CUT))])
         part, origin = self._origins(number)
         place, first, version = (each[begin].astype(np.int64) for each in columns[2:5])
         return EpisodesThere(number, part, origin, rows, place, first, last, version, hits)
@@ -320,6 +350,8 @@ class RowsOnDisk:
         written = [each for each in written_of(self.state, self._written_values()) if each[0] in names]
         for block, keep, at in self._ranges():
             arrays = columns_of_block(self._held, block, self.schema, [*KEPT_MARKS, *names], keep)
+            if self._later is not None:
+                self._later.cap(arrays, block.first)
             write_back_into(arrays, np.arange(block.first + keep.start, block.first + keep.stop), written)
             yield arrays, at
 

@@ -15,8 +15,10 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""
     """Empty on a dry run."""
     step: int = 0
+    of_rows: bool = False
+    """Of a pipeline: whether its rollouts fill a buffer of transitions."""
     units: int = 0
-    """Episodes, trajectories or groups; of pools, rows."""
+    """Episodes, trajectories or groups; of pools, rows; of a pipeline whose rollouts fill a buffer, items."""
     rows: int = 0
     """Transitions; of groups, their rollouts."""
     shards: list[int] = []

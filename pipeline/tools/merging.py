@@ -16,6 +16,7 @@ from pipeline.tools.groups import every_group
 from pipeline.tools.kept_rows import rows_of
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
+from pipeline.tools.played_runs import PlayedRun, filling
 from pipeline.tools.pools import are_pools, every_pool, pools_of
 from pipeline.tools.related import Read, check_apart
 from pipeline.tools.routing import Aim, Every, dry, every_row, limiter_of, route
@@ -50,7 +51,8 @@ def merge(
 
     Args:
         runs: folders of runs, of one process or of ranks: buffers of transitions; or buffers of trajectories; or
-            pipelines, of which the finished groups come that were not trained yet.
+            pipelines, of which the finished groups come that were not trained yet; or pipelines whose rollouts fill a
+            buffer, of which its rows come.
         out: where the new run goes; absent, or an empty folder. There is nothing before all of it is there.
         allow_related: whether to merge runs though one was made of another one, or both of a third, by a reshard, say:
             what they have in common and has other ids in each is there twice then.
@@ -97,7 +99,12 @@ def opened(runs: Sequence[str]) -> list[Source]:
 
 
 def _merged_rows(sources: Sequence[Source], outputs: Outputs, check: _Check, dry_run: bool, told: Told | None) -> Made:
-    every = every_row(sources, [rows for source in sources for rows in rows_of(source)])
+    return _merged(
+        every_row(sources, [rows for source in sources for rows in rows_of(source)]), outputs, check, dry_run, told
+    )
+
+
+def _merged(every: Every, outputs: Outputs, check: _Check, dry_run: bool, told: Told | None) -> Made:
     check(every.reads)
     if dry_run:
         return dry(every, _all(every), outputs.each[0].directory)
@@ -127,6 +134,8 @@ def _merged_trajectories(
 def _merged_groups(
     sources: Sequence[Source], outputs: Outputs, check: _Check, dry_run: bool, told: Told | None
 ) -> Made:
+    if filling(sources):
+        return _merged(every_row(sources, [PlayedRun(source) for source in sources]), outputs, check, dry_run, told)
     every = every_group(sources)
     check(every.reads)
     everything = np.ones(len(every.at), bool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,9 +16,9 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.layout import EPISODE
-from pipeline.checkpoint.manifest import REPLAY, MadeOf, Manifest
+from pipeline.checkpoint.manifest import PIPELINE, REPLAY, MadeOf, Manifest
 from pipeline.errors import ConfigError
-from pipeline.replay.selecting import Selected, extras_of, selection_of
+from pipeline.replay.selecting import Selected, selection_of
 from pipeline.replay.state import BufferState
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout, RunFile, write_file
@@ -27,6 +27,8 @@ from pipeline.tools.kept_rows import EPISODES_FILE, EpisodesThere, RowsOnDisk, c
 from pipeline.tools.made import Made
 from pipeline.tools.mixing import Mixed, mixed
 from pipeline.tools.output import Output, Outputs, Told
+from pipeline.tools.played_runs import EveryItem, PlayedRun
+from pipeline.tools.playing import Playing
 from pipeline.tools.related import Descent, Read
 from pipeline.tools.sources import Source, identity, in_order, left_out_of
 from pipeline.tools.writing import RowsWriter
@@ -53,6 +55,7 @@ class Every(NamedTuple):
         parts: what names rows, in the order in which those of one key come.
         nexts: columns of next observations, where rows go on sharing these.
         episodes: by stream, those of which rows are there.
+        items: of pipelines, of which items these are; None: the rows are of buffers alone.
     """
 
     sources: list[Source]
@@ -60,6 +63,7 @@ class Every(NamedTuple):
     parts: list[MadeOf]
     nexts: list[Column]
     episodes: list[EpisodesThere]
+    items: EveryItem | None = None
 
     @property
     def bytes(self) -> int:
@@ -70,6 +74,16 @@ class Every(NamedTuple):
     def reads(self) -> list[Read]:
         """What names the rows of each source."""
         return [Read(each.source, each.parts) for each in self.streams]
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What is not taken over, and why."""
+        return left_out_of(self.sources) | ({} if self.items is None else self.items.left_out)
+
+    def places(self, taken: Sequence[Ints]) -> Ints:
+        """Return the places among all of some episodes, given by stream."""
+        begins = np.cumsum([0, *(len(each.number) for each in self.episodes)]).tolist()
+        return np.concatenate([begin + own for begin, own in zip(begins, taken, strict=False)])
 
 
 class Aim(NamedTuple):
@@ -105,7 +119,10 @@ def every_row(
     if len(sources) > 1:
         for _ in mixed([each.ids() for each in streams], lambda part, key: _twice(streams, parts[int(part)], int(key))):
             pass  # what two have in common is found before anything is written
-    return Every(list(sources), list(streams), parts, nexts, [each.episodes(names, met) for each in streams])
+    episodes = [each.episodes(names, met) for each in streams]
+    played = [each for each in streams if isinstance(each, PlayedRun)]
+    items = EveryItem.read(played, episodes) if played else None
+    return Every(list(sources), list(streams), parts, nexts, episodes, items)
 
 
 class _Numbered(NamedTuple):
@@ -113,6 +130,7 @@ class _Numbered(NamedTuple):
 
     Attributes:
         place: by stream, by episode of it: its place among those of the new one; -1: it is not there.
+        there: [n] where each stands among all that are read.
         numbers: [n] what each is called there.
         next: what comes after all numbers.
         origin: [n, 2] part and number there.
@@ -120,6 +138,7 @@ class _Numbered(NamedTuple):
     """
 
     place: list[Ints]
+    there: Ints
     numbers: Ints
     next: int
     origin: Ints
@@ -141,7 +160,7 @@ def _numbered(every: Every, aim: Aim) -> _Numbered:
         begin, rows = begin + count, rows + int(episodes.rows[taken].sum())
     named = np.stack([part[order], origin[order]], axis=1)
     numbers, end = called_now(origin[order], [each.state for each in every.streams])
-    return _Numbered(found, numbers, end, named, rows)
+    return _Numbered(found, every.places(aim.taken)[order], numbers, end, named, rows)
 
 
 def called_now(origin: Ints, states: Sequence[BufferState]) -> tuple[Ints, int]:
@@ -213,21 +232,41 @@ class _Target:
             left_out=notes,
             made_of=parts,
         )
-        whole = self.writer.finish(state, _unknown(every), manifest, time.time())
-        run = self._descent.of(self.run, parts)
-        write_ids(self.output.files, self.layout, run, parts, table, environments.told)
+        ids: dict[str, Any] = {"parts": parts, "episodes": table.tolist(), "environments": environments.told}
+        units, others = count, int((table[:, 0] != table[:, 2]).sum())
+        playing = None if every.items is None else Playing.of(every.items, numbered.there)
+        if playing is not None:
+            manifest, ids["items"] = self._played(playing, manifest), playing.told()
+            units, others = len(playing.taken), others + playing.renumbered
+        events = [] if playing is None else playing.events(self._rows_of(playing), manifest.step)
+        kind = REPLAY if playing is None else PIPELINE
+        whole = self.writer.finish(state, _unknown(every), manifest, time.time(), kind=kind, events=events)
+        write_ids(self.output.files, self.layout, self._descent.of(self.run, parts), ids)
         return Made(
             directory=directory,
-            kind=REPLAY,
+            kind=kind,
+            of_rows=playing is not None,
             run_id=whole.run_id,
             step=whole.step,
-            units=count,
+            units=units,
             rows=numbered.rows,
             bytes=self.writer.written,
-            renumbered=int((table[:, 0] != table[:, 2]).sum()),
+            renumbered=others,
             left_out=notes,
             made_of=parts,
         )
+
+    def _played(self, playing: Playing, manifest: Manifest) -> Manifest:
+        """Write what a pipeline has beside its rows, and return the manifest that says so."""
+        for path, content in playing.files(self.numbered.numbers, self.numbered.there, manifest.step).items():
+            self.writer.file(path, content)
+        return playing.manifest(manifest)
+
+    def _rows_of(self, playing: Playing) -> Ints:
+        """Return how many rows each item has."""
+        rows = np.concatenate([each.rows for each in self._every.episodes])[self.numbered.there]
+        items = np.searchsorted(playing.taken, playing.every.of[self.numbered.there])
+        return np.bincount(items, weights=rows, minlength=len(playing.taken)).astype(np.int64)
 
     def _state(self, selected: Selected, environments: Environments, going: dict[Going, int]) -> BufferState:
         every, aim, numbered = self._every, self.aim, self.numbered
@@ -263,23 +302,15 @@ def _going(every: Every, numbered: _Numbered) -> Iterator[tuple[Going, int]]:
                 yield Going(int(episodes.part[at]), stream, env), int(numbered.place[stream][at])
 
 
-def write_ids(
-    files: FilesLike,
-    layout: Layout,
-    run: RunFile,
-    parts: Sequence[MadeOf],
-    episodes: Ints,
-    environments: Sequence[Sequence[object]],
-) -> None:
+def write_ids(files: FilesLike, layout: Layout, run: RunFile, ids: Mapping[str, Any]) -> None:
     """Say what everything in a new run had been called, and make it a run: what is written last.
 
     Args:
         files, layout, run: of the new run.
-        parts: of which it is made.
-        episodes: [n, 3] what each is called, and its part and number there.
-        environments: what each is called, where it was, and as what.
+        ids: the parts of which it is made; of episodes [n, 3] what each is called, its part and number there; of
+            environments what each is called, where it was, and as what; of items what each is called, and its part,
+            uid there, and task.
     """
-    ids = {"parts": parts, "episodes": episodes.tolist(), "environments": environments}
     write_file(files, f"{layout.directory}/{IDS_FILE}", msgspec.json.encode(ids) + b"\n")
     layout.write_marker(files, run)
 
@@ -309,7 +340,7 @@ def route(every: Every, aims: Sequence[Aim], outputs: Outputs, tool: str, told: 
         WriteFailed: something cannot be written.
     """
     selected, done = _selected(every), 0
-    notes = left_out_of(every.sources) | selected.left_out
+    notes = every.left_out | selected.left_out
     descent, total = Descent(every.reads, len(aims)), sum(_rows(every, aim) for aim in aims)
     made: list[Made] = []
 
@@ -372,23 +403,24 @@ def _twice(streams: Sequence[RowsOnDisk], which: MadeOf, key: int) -> str:
 
 
 def _selected(every: Every) -> Selected:
-    return selection_of([each.state for each in every.streams], [extras_of(each.stored) for each in every.streams])
+    return selection_of([each.state for each in every.streams], [each.extras for each in every.streams])
 
 
 def dry(every: Every, aim: Aim, directory: str) -> Made:
     """Return what a new buffer would be."""
     taken = list(zip(every.streams, every.episodes, aim.taken, strict=True))
-    selected = _selected(every)
+    selected, places = _selected(every), every.places(aim.taken)
     return Made(
         directory=directory,
-        kind=REPLAY,
+        kind=REPLAY if every.items is None else PIPELINE,
+        of_rows=every.items is not None,
         step=max(each.stored.manifest.step for each in every.sources),
-        units=sum(map(len, aim.taken)),
+        units=len(places if every.items is None else np.unique(every.items.of[places])),
         rows=int(sum(episodes.rows[own].sum() for _, episodes, own in taken)),
         bytes=sum(
             stream.bytes * int(episodes.rows[own].sum()) // max(1, stream.size) for stream, episodes, own in taken
         ),
-        left_out=left_out_of(every.sources) | selected.left_out,
+        left_out=every.left_out | selected.left_out,
         made_of=every.parts,
     )
 

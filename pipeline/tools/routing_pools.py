@@ -314,7 +314,8 @@ class _Writer:
             whole = committed(generation, [wrote], manifest, self._run, kind=REPLAY)
         table = self._targets.numbered[self._at].table
         run = descent.of(self._run, whole.made_of)
-        write_ids(files, self.layout, run, whole.made_of, table, environments.told)
+        ids = {"parts": whole.made_of, "episodes": table.tolist(), "environments": environments.told}
+        write_ids(files, self.layout, run, ids)
         return msgspec.structs.replace(
             told_of(every, self._aim, self._output.directory),
             run_id=whole.run_id,

@@ -9,28 +9,25 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from pipeline.checkpoint.descent import ORIGIN, ways_after
-from pipeline.checkpoint.gathering import Gathered, gather, generation_losses, progress_of, segment_losses
+from pipeline.checkpoint.gathering import Gathered, generation_losses, progress_of, segment_losses
 from pipeline.checkpoint.generations import Stored
-from pipeline.checkpoint.lines import discards
 from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.manifest import CONSUMER_FILE, PIPELINE, PROGRESS_FILE, FileInfo, Manifest
 from pipeline.checkpoint.new_run import INCARNATION, REASON, as_found, copy_payloads, encode_half, manifest_of
 from pipeline.checkpoint.payloads import PayloadCopy
-from pipeline.checkpoint.played import Played
 from pipeline.checkpoint.survey import Candidate, choose_whole, fills_buffer, of_buffer, survey
 from pipeline.errors import ForebayError, WriteFailed
 from pipeline.records import AnyEvent
 from pipeline.replay.salvage_choice import Chosen
-from pipeline.replay.state import BufferState, read_buffer_state
+from pipeline.replay.state import BufferState
 from pipeline.sampler.progress import encode_progress
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
-from pipeline.tools.later_rows import LaterRows
+from pipeline.tools.found_rows import find_rows
 from pipeline.tools.salvaged_run import SalvagedRun
 from pipeline.tools.salvaging_rows import RowsInOrder
 from pipeline.tools.writing import committed
@@ -43,46 +40,6 @@ class SalvagedEpisodes(Salvaged, frozen=True, kw_only=True):
     rows_lost: int
     episodes_split: int
     """Episodes of which rows in the middle are gone: what comes after these is an episode of its own."""
-
-
-class Found(NamedTuple):
-    """What there is of such a run at a generation.
-
-    Attributes:
-        gathered: its items.
-        played: what the journals say of rows.
-        state, unknown: of the buffer, as the generation has it, and fields of it that this version does not know.
-        later: rows that came after it.
-    """
-
-    gathered: Gathered
-    played: Played
-    state: BufferState
-    unknown: dict[str, object]
-    later: LaterRows
-
-
-def find_rows(layout: Layout, run_tag: int, run_id: str, chosen: Candidate, candidates: Sequence[Candidate]) -> Found:
-    """Read what a generation and the journals give, as a resume with the options that were saved would use it. Blocks,
-    and changes nothing.
-
-    Raises:
-        NewerFormat: a newer version wrote some of it.
-        Damaged: the state of the buffer is not what it is to be.
-    """
-    manifest = chosen.manifest
-    assert manifest is not None
-    state, unknown = read_buffer_state(chosen.folder)
-    positions = {(each.incarnation, each.rank): each.sequence for each in manifest.journals}
-
-    def look(*, discard: bool) -> tuple[Gathered, Played]:
-        played = Played(positions, state.capacity)
-        return gather(layout, run_tag, run_id, chosen, candidates, discard=discard, played=played), played
-
-    gathered, played = look(discard=discards(manifest))
-    if played.unwritten:  # they never were: all that came after the generation is set aside
-        gathered, played = look(discard=True)
-    return Found(gathered, played, state, unknown, LaterRows.of(played, state, manifest.step))
 
 
 def salvage_episodes(

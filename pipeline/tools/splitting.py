@@ -18,9 +18,10 @@ from pipeline.tools import groups, routing_pools
 from pipeline.tools.choosing import By, SplitBy
 from pipeline.tools.grouping import group
 from pipeline.tools.groups import EveryGroup, every_group
-from pipeline.tools.kept_rows import rows_of, telling
+from pipeline.tools.kept_rows import RowsOnDisk, rows_of, telling
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
+from pipeline.tools.played_runs import PlayedRun, filling
 from pipeline.tools.pools import EveryPool, are_pools, every_pool, pools_of
 from pipeline.tools.routing import Aim, Every, dry, every_row, limiter_of, route, shares_of
 from pipeline.tools.routing_pools import aims_of, route_pools
@@ -53,8 +54,9 @@ def split(
         split("runs/a", ["runs/good"], where="reward > 0.5")  # without a second folder the others are left out
 
     Units are whole: episodes of a buffer of transitions (or rows, if others than the oldest go first: ``remove=``),
-    trajectories, finished groups of a pipeline. A part keeps their order, and what was split is put together again by
-    :func:`~pipeline.tools.merge`. What the trainer had attached is left out.
+    trajectories, finished groups of a pipeline, or, where its rollouts fill a buffer, its items with all of their
+    episodes. A part keeps their order, and what was split is put together again by :func:`~pipeline.tools.merge`. What
+    the trainer had attached is left out.
 
     Args:
         run: the run's folder.
@@ -87,8 +89,14 @@ def split(
 def _split_rows(source: Source, how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None) -> list[Made]:
     if are_pools([source]):
         return _split_pool(source, how, outputs, dry_run, told)
-    every = _read(source, how)
-    parts = _chosen(_parts(every, how, source), how, outputs)
+    every = _read(source, rows_of(source), how)
+    return _split_episodes(every, _parts(every, how, source), how, outputs, dry_run, told)
+
+
+def _split_episodes(
+    every: Every, parts: dict[str, list[Ints]], how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None
+) -> list[Made]:
+    parts = _chosen(parts, how, outputs)
     aims = dict(zip(parts, _aims(every, parts), strict=True))
     if dry_run:
         return [dry(every, aims[name], place) for name, place in _places(how, aims, outputs)]
@@ -113,6 +121,9 @@ def _split_trajectories(source: Source, how: SplitBy, outputs: Outputs, dry_run:
 
 
 def _split_groups(source: Source, how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None) -> list[Made]:
+    if filling([source]):
+        rows = _read(source, [PlayedRun(source)], how)
+        return _split_episodes(rows, _parts_of_items(rows, how), how, outputs, dry_run, told)
     every = every_group([source])
     parts = _chosen(_parts_of_groups(every, how), how, outputs)
     if dry_run:
@@ -191,8 +202,7 @@ def _by_name(names: list[str], by: By) -> dict[str, Ints]:
     return found
 
 
-def _read(source: Source, how: SplitBy) -> Every:
-    streams = rows_of(source)
+def _read(source: Source, streams: Sequence[RowsOnDisk], how: SplitBy) -> Every:
     if how.where is None:
         return every_row([source], streams)
     condition = how.condition()
@@ -251,6 +261,28 @@ def _parts(every: Every, how: SplitBy, source: Source) -> dict[str, list[Ints]]:
     oldest[np.argsort(ages, kind="stable")[:first]] = True
     ends = np.cumsum([len(each.number) for each in every.episodes])[:-1]
     return _two(np.split(oldest, ends))
+
+
+def _parts_of_items(every: Every, how: SplitBy) -> dict[str, list[Ints]]:
+    """Return by the name of a part, by stream, which episodes it takes, rising: all of an item, or none."""
+    items = every.items
+    assert items is not None
+    if how.where is not None:
+        met = np.zeros(len(items.uid), bool)
+        np.logical_or.at(met, items.of, np.concatenate([each.met for each in every.episodes]))
+        parts = {"first": met, "rest": ~met}
+    elif how.by == "task":
+        parts = _by_name(items.task, how.by)
+    elif how.by == "version":
+        versions, ages = np.concatenate([each.version for each in every.episodes]), _ages(every)
+        first = np.empty(len(items.uid), np.int64)
+        first[items.of[np.argsort(-ages)]] = versions[np.argsort(-ages)]  # that of the oldest episode counts
+        parts = {f"version-{version}": first == version for version in np.unique(first).tolist()}
+    else:
+        oldest = np.arange(len(items.uid)) < how.first(len(items.uid))
+        parts = {"first": oldest, "rest": ~oldest}
+    ends = np.cumsum([len(each.number) for each in every.episodes])[:-1]
+    return {name: list(map(np.flatnonzero, np.split(taken[items.of], ends))) for name, taken in parts.items()}
 
 
 def _two(first: list[Ints]) -> dict[str, list[Ints]]:

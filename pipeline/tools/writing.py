@@ -301,11 +301,20 @@ class RowsWriter:
         """Add a file to the generation."""
         self._generation.add(path, content)
 
-    def finish(self, state: BufferState, unknown: dict[str, Any], manifest: Manifest, wall: float) -> Manifest:
-        """Make the generation exist."""
+    def finish(
+        self,
+        state: BufferState,
+        unknown: dict[str, Any],
+        manifest: Manifest,
+        wall: float,
+        *,
+        kind: str = REPLAY,
+        events: Sequence[AnyEvent] = (),
+    ) -> Manifest:
+        """Make the generation exist, of a run of some kind, whose journal begins with some events."""
         if self._blocks is not None:
             self._blocks.flush()
-        wrote = self._writer.finish(wall, manifest.reason)
+        wrote = self._writer.finish(wall, manifest.reason, events)
         assert self._aside is not None
         self._aside.finish()
         for file in self._grown:
@@ -313,7 +322,7 @@ class RowsWriter:
         blocks = [] if self._blocks is None else self._blocks.blocks
         self._generation.add(STATE_FILE, encode_state(state, unknown))
         self._generation.add(BLOCKS_FILE, msgspec.msgpack.encode(blocks))
-        return committed(self._generation, [wrote], manifest, self._run, kind=REPLAY)
+        return committed(self._generation, [wrote], manifest, self._run, kind=kind)
 
     def close(self) -> None:
         """Give everything back, after an error; the folder is the caller's to remove."""
