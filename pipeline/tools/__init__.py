@@ -11,6 +11,7 @@ from pipeline.tools.one_item import show_item as show_item
 from pipeline.tools.resharding import reshard as reshard
 from pipeline.tools.salvaging import SalvagedRows as SalvagedRows
 from pipeline.tools.salvaging import salvage_run as salvage_run
+from pipeline.tools.salvaging_episodes import SalvagedEpisodes as SalvagedEpisodes
 from pipeline.tools.sampling import Sampled as Sampled
 from pipeline.tools.sampling import sample_run as sample_run
 from pipeline.tools.splitting import split as split

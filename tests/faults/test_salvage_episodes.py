@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from pipeline import Context, Damaged, Item, Pipeline, ReplayBuffer, Retry, Rollout, UsageError
+from pipeline import Context, Damaged, Item, ReplayBuffer, Retry, Rollout, UsageError
 from pipeline.checkpoint import salvage, verify
-from pipeline.checkpoint.generations import find_generations
 from pipeline.cli import main
-from pipeline.records import Added
 from pipeline.store.frames import EVENTS, HEADER_BYTES
-from pipeline.store.journal import read_journals
-from pipeline.store.layout import Layout
 from pipeline.tools.salvaging import salvage_run
 from pipeline.tools.salvaging_episodes import SalvagedEpisodes
-from pipeline.waiting import Signal
-from tests.faults.test_experience_resume import cut_everywhere, draws, make, train
+from tests.faults.test_experience_resume import cut_everywhere, train
 from tests.support.crashes import crashed_copy
+from tests.support.episodes import ITEMS, added_later, goes_on, make, payloads, state_of, two_lives
 from tests.support.experience import (
     ROWS,
     Agent,
     block,
-    contents,
     fed,
     filled,
     reaches,
     resumed,
-    walk,
     walk_unevenly,
     written,
 )
 from tests.support.salvaging import fingerprint, flip, frames
-
-ITEMS = 20
 
 
 def salvaged(directory: str | Path, target: Path, **more: Any) -> SalvagedEpisodes:
@@ -52,58 +42,6 @@ def salvaged(directory: str | Path, target: Path, **more: Any) -> SalvagedEpisod
         seen = verify(str(target))
         assert seen.whole, seen.damages
     return found
-
-
-async def state_of(directory: str | Path, count: int = ITEMS, *, capacity: int = 1000, **options: Any) -> Any:
-    """All that a resume finds: rows with their marks, what the next draws are, and where every item is."""
-    buffer, agent = make(capacity=capacity), Agent()
-    async with fed(buffer, count, directory=str(directory), **options) as pipe:
-        pipe.attach(agent=agent)
-        found = await resumed(pipe)
-        pipe.ledger.check()
-        ring = buffer.ring
-        keys = ring.keys()
-        marks = {}
-        if buffer.schema is not None:
-            slots = ring.slots(keys)
-            names = ("#episode", "#place", "#behind", "#version", "#end")
-            marks = {name: ring.storage.view(name)[slots].tolist() for name in names}
-            marks["following"] = ring.following(keys).tolist()
-            marks["mass"] = buffer.drawer.mass(keys).tolist()
-        state = buffer.state_dict()["state"]
-        counts = {name: state[name] for name in ("limiter", "generator", "next_episode", "open_episodes")}
-        items = {uid: (entry.task, entry.index, entry.kind) for uid, entry in pipe.ledger.entries.items()}
-        totals = pipe.ledger.totals
-        drawn = draws(buffer, 3) if len(buffer) else []
-        cursors = {name: (each.epoch, each.position) for name, each in pipe._run.state.sampler.cursors.items()}
-        return (
-            found.step,
-            agent.seen,
-            keys.tolist(),
-            contents(buffer),
-            marks,
-            counts,
-            items,
-            {name: (each.claimed, each.retired, each.retired_early, each.rows) for name, each in totals.items()},
-            drawn,
-            cursors,
-        )
-
-
-async def goes_on(directory: Path, count: int = ITEMS, run: Any = walk, **options: Any) -> Counter[tuple[int, int]]:
-    """Play what is left; return how often each row is there."""
-    buffer, agent = make(), Agent()
-    async with fed(buffer, count, run=run, directory=str(directory), **options) as pipe:
-        pipe.attach(agent=agent)
-        assert (await resumed(pipe)).step == len(agent.seen)
-        before = contents(buffer)
-        await pipe.start()
-        await filled(pipe)
-        assert contents(buffer)[: len(before)] == before
-        pipe.ledger.check()
-        await (await pipe.save(pipe.ledger.step)).committed()
-    assert verify(str(directory)).whole
-    return Counter(contents(buffer))
 
 
 @pytest.mark.parametrize("after_crash", ["reuse", "discard"])
@@ -145,76 +83,9 @@ async def test_rows_that_were_never_written_are_played_again(run_directory: str,
     assert max(rows.values()) == 1
 
 
-class Gate:
-    """Lets so many blocks in."""
-
-    def __init__(self) -> None:
-        self.left, self.changed = 0, Signal()
-
-    async def let_in(self, pipe: Pipeline, buffer: ReplayBuffer, blocks: int) -> None:
-        """Each is written before the next one comes."""
-        for _ in range(blocks):
-            self.left += 1
-            self.changed.notify()
-            await reaches(pipe, buffer, buffer.ring.added + ROWS)
-            await written(pipe)
-
-    async def walk(self, item: Item, ctx: Context) -> Rollout:
-        """One to four blocks, each once it is let in."""
-        parts = 1 + item.index % 4
-        for part in range(parts):
-            await self.changed.wait_for(lambda: self.left > 0)
-            self.left -= 1
-            await ctx.extend(block(item, part, ends=part == parts - 1))
-        return Rollout()
-
-
-async def two_lives(folder: Path, **options: Any) -> str:
-    """A run that was saved, killed, resumed, saved and killed again, with rows that came after the last save, attempts
-    that failed, and a column that was written back."""
-    first, run = str(folder / "life 1"), str(folder / "run")
-    second = str(folder / "life 2")
-    for directory, target in ((first, second), (second, run)):
-        buffer, agent, gate = make(**options), Agent(), Gate()
-        async with fed(buffer, ITEMS, directory=directory, run=gate.walk, concurrency=4) as pipe:
-            pipe.attach(agent=agent)
-            begun = (await resumed(pipe)).step
-            await pipe.start()
-            await gate.let_in(pipe, buffer, 8)
-            for _ in range(3):
-                batch = await pipe.sample(8)
-                buffer.update_priorities(batch.keys, agent.train(batch))
-            keys = buffer.ring.keys()
-            buffer.write_back(keys[::5], {"reward": 1000.0 + keys[::5]})
-            await (await pipe.save(begun + 3)).committed()
-            await gate.let_in(pipe, buffer, 8)
-            crashed_copy(directory, target)
-    return run
-
-
 @pytest.fixture
 async def run(tmp_path: Path) -> str:
     return await two_lives(tmp_path)
-
-
-def added_later(directory: str) -> list[Added]:
-    """Rows that came after the newest generation."""
-    layout = Layout(directory)
-    marker = layout.read_run()
-    assert marker is not None
-    manifest = find_generations(layout, marker.run_id).complete[-1].manifest
-    positions = {each.incarnation: each.sequence for each in manifest.journals}
-    every = read_journals(layout, run_tag=marker.tag)
-    found = [each.event for each in every if each.sequence > positions.get(each.incarnation, 0)]
-    return [event for event in found if isinstance(event, Added)]
-
-
-def payloads(directory: str) -> Iterator[tuple[str, int, int]]:
-    """Segment, offset and length of every payload."""
-    for path in sorted((Path(directory) / "segments").iterdir()):
-        for frame in frames(directory, f"segments/{path.name}"):
-            if frame.header.kind == 2:
-                yield f"segments/{path.name}", frame.offset, frame.header.length
 
 
 @pytest.mark.parametrize("capacity", [1000, 30])
