@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline import Context, Damaged, Item, ReplayBuffer, Retry, Rollout, UsageError
+from pipeline import Context, Damaged, Item, NotARun, ReplayBuffer, Retry, Rollout, UsageError, WriteFailed
 from pipeline.checkpoint import salvage, verify
 from pipeline.cli import main
+from pipeline.store.files import FilesLike
 from pipeline.store.frames import EVENTS, HEADER_BYTES
+from pipeline.store.layout import Layout
 from pipeline.tools.salvaging import salvage_run
-from pipeline.tools.salvaging_episodes import SalvagedEpisodes
+from pipeline.tools.salvaging_episodes import SalvagedEpisodes, salvage_episodes
 from tests.faults.test_experience_resume import cut_everywhere, train
 from tests.support.crashes import crashed_copy
+from tests.support.disk import Killed, ScriptedFiles
 from tests.support.episodes import ITEMS, added_later, goes_on, make, payloads, state_of, two_lives
 from tests.support.experience import (
     ROWS,
@@ -278,3 +282,57 @@ async def test_the_command(run: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "are lost" in told
     assert f"{segment} at byte {offset}" in told
     assert verify(str(tmp_path / "out")).whole
+
+
+class CopyingFiles(ScriptedFiles):
+    """Without links, as a salvage has it: they would share the fate of the damaged run's disk."""
+
+    def link(self, old: str, new: str) -> None:
+        raise OSError(errno.EXDEV, "not linked", new)
+
+
+def salvage_into(source: str, target: Path, files: FilesLike) -> None:
+    salvage_episodes(Layout(source), str(target), step=None, called=str(target), files=files, rehearse=False)
+
+
+async def opens(directory: Path) -> bool:
+    try:
+        async with fed(make(), ITEMS, directory=str(directory)) as pipe:
+            return bool((await pipe.resume()).step)
+    except NotARun:
+        return False
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_killed_at_any_call_it_leaves_no_run(run: str, tmp_path: Path, after: bool) -> None:
+    before, whole, written_out = fingerprint(run), CopyingFiles(), 0
+    salvage_into(run, tmp_path / "whole", whole)
+    own = await state_of(tmp_path / "whole")
+    assert len(whole.calls) > 30
+    for call in range(1, len(whole.calls) + 1):
+        target = tmp_path / f"target{call}"
+        files = CopyingFiles(call, Killed, after=after, stays=True)
+        with pytest.raises(Killed):
+            salvage_into(run, target, files)
+        files.end()
+        if (target / "run.json").exists():  # all is written: of the last calls only a sync is missing
+            written_out += 1
+            assert call > len(whole.calls) - 4
+            assert await state_of(target) == own
+        elif target.exists():
+            assert not await opens(target)
+    assert written_out < 4
+    assert fingerprint(run) == before
+
+
+async def test_a_full_disk_is_said_and_leaves_no_run(run: str, tmp_path: Path) -> None:
+    before, whole = fingerprint(run), CopyingFiles()
+    salvage_into(run, tmp_path / "whole", whole)
+    for call in range(1, len(whole.calls)):
+        target = tmp_path / f"target{call}"
+        files = CopyingFiles(call, stays=True)
+        with pytest.raises(WriteFailed):
+            salvage_into(run, target, files)
+        assert not files.open
+        assert not (target / "run.json").exists() or call > len(whole.calls) - 3
+    assert fingerprint(run) == before

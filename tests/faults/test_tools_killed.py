@@ -22,6 +22,7 @@ from pipeline.tools import merge, reshard, split
 from pipeline.tools.output import Output
 from tests.support.children import ChildProcess
 from tests.support.disk import ScriptedFiles, no_space
+from tests.support.episodes import fill
 from tests.support.keeping import digest, merge_and_die, play
 from tests.support.rank_runs import killed
 from tests.support.trajectories import trajectory
@@ -63,6 +64,14 @@ def reshelves(source: Path, out: Path, files: FilesLike | None = None) -> None:
     reshard(source / "ts", out / "ts3", 3, files=files)
 
 
+def plays(source: Path, out: Path, files: FilesLike | None = None) -> None:
+    merge([source / "e"], out / "e", files=files)
+
+
+def splits_items(source: Path, out: Path, files: FilesLike | None = None) -> None:
+    split(source / "e", [out / "e1", out / "e2"], fraction=0.5, files=files)
+
+
 TOOLS: dict[str, tuple[Tool, list[str]]] = {
     "merge": (merges, ["m"]),
     "split": (splits, ["x", "y"]),
@@ -72,6 +81,8 @@ TOOLS: dict[str, tuple[Tool, list[str]]] = {
     "groups": (of_ranks, ["g"]),
     "shelves": (shelves, ["ts"]),
     "reshard by link": (reshelves, ["ts3"]),
+    "items": (plays, ["e"]),
+    "split items": (splits_items, ["e1", "e2"]),
 }
 
 
@@ -85,6 +96,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         buffer.add_trajectories([trajectory(number) for number in range(3)])
         buffer.save(1, wait=True)
     save_some(folder / "ts", 2, 3)
+    fill(folder / "e", 6)
     shutil.move(killed(folder / "lives", 2), folder / "g")
     shutil.rmtree(folder / "lives")
     before = digest(folder)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from pipeline import Context, Item, Pipeline, ReplayBuffer, Rollout
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import find_generations
@@ -153,3 +155,20 @@ def payloads(directory: str) -> Iterator[tuple[str, int, int]]:
         for frame in frames(directory, f"segments/{path.name}"):
             if frame.header.kind == PAYLOAD:
                 yield f"segments/{path.name}", frame.offset, frame.header.length
+
+
+def fill(directory: Path, items: int) -> None:
+    """A run that has played some items, of which a generation holds about half, and has ended."""
+
+    async def play() -> None:
+        buffer, gate = make(), Gate()
+        async with fed(buffer, items, directory=str(directory), run=gate.walk, concurrency=1) as pipe:
+            await pipe.start()
+            await gate.let_in(pipe, buffer, items)
+            await pipe.sample(4)
+            await (await pipe.save(1)).committed()
+            gate.left = 4 * items
+            gate.changed.notify()
+            await filled(pipe)
+
+    anyio.run(play)
