@@ -87,6 +87,15 @@ def test_a_replay_buffer_is_salvaged_in_pieces(run_directory: str, what: str) ->
     assert found["hurt"] <= 64
 
 
+def test_a_run_whose_rollouts_fill_a_buffer_is_salvaged_and_split_in_pieces(run_directory: str) -> None:
+    """256 MiB of small rows, half of which came after the generation."""
+    found = measure("salvage episodes", run_directory, 64)
+    assert found["rows whole"] == found["rows split"] == (SIZE << 20) // 64
+    assert 0 < found["rows hurt"] < found["rows whole"]
+    assert max(found["whole"], found["hurt"]) <= 64
+    assert found["split"] <= 96
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_trajectories_are_salvaged_one_by_one(run_directory: str, ranks: int) -> None:
     """256 MiB of them, of 4 MiB each, of one process and of ranks."""

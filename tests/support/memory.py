@@ -26,7 +26,7 @@ import torch
 from pipeline import Context, Item, Pipeline, Ranks, ReplayBuffer, Rollout, TrajectoryBuffer
 from pipeline.store.files import OsFiles
 from pipeline.testing import VirtualClockLoop
-from pipeline.tools import SalvagedRows, salvage_run
+from pipeline.tools import SalvagedEpisodes, SalvagedRows, salvage_run, split
 from pipeline.tools.salvaging import SalvagedTrajectories
 from tests.support.crashes import Trained, begin, inline_pipeline
 from tests.support.ranks import at_once, fine, ranks_of
@@ -193,6 +193,44 @@ def of_a_salvage(directory: str, row_bytes: int, options: dict[str, Any]) -> dic
     return found
 
 
+async def played(run: Path, count: int, row_bytes: int) -> None:
+    """So many rows of a buffer that rollouts fill, in 64 blocks; a generation holds half of them."""
+    size, half = count // 64, anyio.Event()
+    buffer = ReplayBuffer(count, select="prioritized")
+
+    async def play(item: Item, ctx: Context) -> Rollout:
+        if item.index >= 32:
+            await half.wait()
+        obs = np.full((size, row_bytes // 4), item.index, np.int32)
+        await ctx.extend({"obs": obs, "terminated": np.arange(size) % 200 == 199})
+        return Rollout()
+
+    async with pipeline(task(64, play), buffer=buffer, directory=str(run), concurrency=1) as pipe:
+        await pipe.start()
+        await pipe._run.state.changed.wait_for(lambda: buffer.ring.added >= count // 2)
+        await (await pipe.save(1)).committed()
+        half.set()
+        await pipe._run.state.changed.wait_for(lambda: buffer.ring.added >= 64 * size and not pipe.ledger.outstanding)
+
+
+def of_a_salvage_of_episodes(directory: str, row_bytes: int) -> dict[str, float]:
+    """The growth at the highest while such a run is salvaged of which all is whole, and of which some is not, and
+    while it is split."""
+    found: dict[str, float] = {}
+    run = Path(directory, "run")
+    anyio.run(played, run, (SIZE << 20) // row_bytes, row_bytes)
+    with growth(found, "split"):
+        found["rows split"] = sum(each.rows for each in split(run, [Path(directory, each) for each in "xy"], count=32))
+    for number, what in enumerate(("whole", "hurt")):
+        with growth(found, what):
+            made = salvage_run(run, Path(directory, what))
+        assert isinstance(made, SalvagedEpisodes)
+        found[f"rows {what}"] = made.rows_kept
+        path = sorted((run / "segments").iterdir())[number + 1]
+        flip(path, path.stat().st_size // 2)
+    return found
+
+
 def of_a_salvage_of_trajectories(directory: str, size: int) -> dict[str, float]:
     """The growth at the highest while trajectories of 4 MiB are salvaged, those of one process or of ranks, of which
     all are whole, and of which some are not."""
@@ -238,6 +276,8 @@ def of_many_calls(count: int) -> dict[str, Any]:
 def main(what: str, directory: str, count: int) -> dict[str, Any]:
     if what == "transitions":
         return of_transitions(directory, count)
+    if what == "salvage episodes":
+        return of_a_salvage_of_episodes(directory, count)
     if what == "salvage trajectories":
         return of_a_salvage_of_trajectories(directory, count)
     if what in OF_SALVAGE:
