@@ -9,9 +9,9 @@ from pipeline.cli.making import add_common, carry_out, parser_of
 from pipeline.tools import merge
 
 DESCRIPTION = """\
-Write what several runs of one kind hold into a new run: buffers of transitions, or of trajectories, of one process or
-of ranks. They are only read. What has one id comes in the order of the runs' names, rank_2 before rank_10. Ids that
-clash are others then, and OUT/ids.json says which. What the trainer had attached is left out.
+Write what several runs of one kind hold into a new run: buffers of transitions, or of trajectories, or pipelines, of
+one process or of ranks. They are only read. What has one id comes in the order of the runs' names, rank_2 before
+rank_10. Ids that clash are others then, and OUT/ids.json says which. What the trainer had attached is left out.
 """
 
 

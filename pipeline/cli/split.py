@@ -9,9 +9,9 @@ from pipeline.cli.making import add_common, carry_out, parser_of
 from pipeline.tools import split
 
 DESCRIPTION = """\
-Write what a run holds into several new runs: the oldest episodes or trajectories and the others, or those that meet a
-condition and the others, or one run for each version. It is only read. Episodes stay whole, and forebay merge puts the
-parts together again. What the trainer had attached is left out.
+Write what a run holds into several new runs: the oldest episodes, trajectories, groups or items and the others, or
+those that meet a condition and the others, or one run for each version or task. It is only read. Episodes stay whole,
+and forebay merge puts the parts together again. What the trainer had attached is left out.
 """
 
 

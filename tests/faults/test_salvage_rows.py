@@ -103,6 +103,26 @@ def resumed(directory: Path, **options: Any) -> ReplayBuffer:
 PRIORITIZED = {"select": {"select": "prioritized", "alpha": 1.0, "beta": 1.0}}
 
 
+def test_the_newest_episodes_are_those_that_there_are(
+    run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was known of episodes whose first rows are gone is of none of those that there are after the loss."""
+    select: dict[str, Any] = {"select": "uniform", "window_trajectories": 6}
+    saved(run_directory, monkeypatch, select=select)
+    blocks = [block for block in blocks_of(run_directory) if block.first + block.count > COUNT - CAPACITY]
+    for at in (1, 4):
+        damage(run_directory, blocks[at])
+    salvaged(run_directory, tmp_path / "out")
+    for window in range(1, 30, 3):
+        with resumed(tmp_path / "out", select=select | {"window_trajectories": window}) as buffer:
+            keys = buffer.ring.keys()
+            episodes = buffer.ring.storage.view("#episode")[buffer.ring.slots(keys)]
+            firsts = {each: int(keys[episodes == each].min()) for each in np.unique(episodes).tolist()}
+            least = sorted(firsts.values())[-window:][0]
+            expected = [key for key, of in zip(keys.tolist(), episodes.tolist(), strict=True) if firsts[of] >= least]
+            assert set(buffer.sample(6000).keys.tolist()) == set(expected), window
+
+
 def test_of_a_whole_one_everything_comes_along(
     run_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
