@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -43,6 +44,14 @@ class RowsOfBlock(NamedTuple):
             return self
         arrays = {name: each[chosen] for name, each in self.arrays.items()}
         return RowsOfBlock(self.keys[chosen], arrays, Marks(*(each[chosen] for each in self.marks)))
+
+
+class Kept(NamedTuple):
+    """Rows that follow each other in both runs: keys in the damaged one, and of the first in the new one."""
+
+    begin: int
+    end: int
+    now: int
 
 
 class _Noted:
@@ -96,6 +105,8 @@ class GapsWriter:
         self._begun = 0
         self._parts, self._noted = PartsOfEpisodes(), _Noted(state)
         self._going = np.array(sorted(self._noted.going), np.int64)
+        self.kept: list[Kept] = []
+        """Where rows are that came along."""
         self._left: list[Ints] = []  # keys of rows with which an episode was left where it is
         schema = state.schema
         self._blocks = None if schema is None else BlockWriter(run.segments, schema, self._first)
@@ -112,6 +123,7 @@ class GapsWriter:
     def add(self, rows: RowsOfBlock, aside: Sequence[Aside | AsideRows]) -> None:
         """Write rows; ``aside``: where next observations are kept aside, by the keys that rows had."""
         assert self._blocks is not None
+        self._note_kept(rows.keys)
         now = np.arange(self._next, self._next + len(rows.keys))
         self._next += len(rows.keys)
         found = self._parts.follow(rows.marks._replace(now=now))
@@ -125,6 +137,15 @@ class GapsWriter:
             file.write(values.read(begin - oldest, end - begin)[rows.keys - begin].tobytes())
         if self._state.next_obs_columns:
             self._add_aside(rows.keys, now, [each.among(begin, end) for each in aside])
+
+    def _note_kept(self, keys: Ints) -> None:
+        edges = [0, *(np.flatnonzero(np.diff(keys) != 1) + 1).tolist(), len(keys)]
+        for begin, end in pairwise(edges):
+            first, last, now = int(keys[begin]), int(keys[end - 1]) + 1, self._next + begin
+            if self.kept and (before := self.kept[-1]).end == first:  # of the new keys none is left out
+                self.kept[-1] = before._replace(end=last)
+            else:
+                self.kept.append(Kept(first, last, now))
 
     def _add_aside(self, keys: Ints, now: Ints, found: Sequence[tuple[Ints, list[np.ndarray]]]) -> None:
         having = [each for each in found if len(each[0])]

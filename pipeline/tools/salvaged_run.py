@@ -141,6 +141,8 @@ class SalvagedRun:
         self._run = self.layout.create_folders(files)
         self._generation = GenerationWriter(self.layout, files, 0)
         self._grown: list[GrowingFile] = []
+        self.kept: Sequence[tuple[int, int, int]] = ()
+        """Keys of rows that came along, from one up to another, and what the first of them is now."""
         self.segments = SegmentWriter(self.layout, files, self._run.tag)
         try:
             self._generation.begin_with((), self._taken_over())

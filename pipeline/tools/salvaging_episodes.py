@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from pipeline.checkpoint.descent import ORIGIN, ways_after
-from pipeline.checkpoint.gathering import Gathered, generation_losses, progress_of, segment_losses
+from pipeline.checkpoint.gathering import generation_losses, progress_of, segment_losses
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.manifest import CONSUMER_FILE, PIPELINE, PROGRESS_FILE, FileInfo, Manifest
@@ -21,13 +22,14 @@ from pipeline.checkpoint.new_run import INCARNATION, REASON, as_found, copy_payl
 from pipeline.checkpoint.payloads import PayloadCopy
 from pipeline.checkpoint.survey import Candidate, choose_whole, fills_buffer, of_buffer, survey
 from pipeline.errors import ForebayError, WriteFailed
-from pipeline.records import AnyEvent
+from pipeline.ledger import Ledger
+from pipeline.records import EXTERNAL, Added, AnyEvent, Claimed, Failed, Interrupted
 from pipeline.replay.salvage_choice import Chosen
 from pipeline.replay.state import BufferState
 from pipeline.sampler.progress import encode_progress
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
-from pipeline.tools.found_rows import find_rows
+from pipeline.tools.found_rows import Found, find_rows
 from pipeline.tools.salvaged_run import SalvagedRun
 from pipeline.tools.salvaging_rows import RowsInOrder
 from pipeline.tools.writing import committed
@@ -63,7 +65,7 @@ def salvage_episodes(
     run_id, again, more = "", 0, list[Loss]()
     if not rehearse:
         try:
-            new = EpisodesRun(of_rows, chosen, gathered, layout, target, files, called=called)
+            new = EpisodesRun(of_rows, chosen, found, layout, target, files, called=called)
             with contextlib.closing(new):
                 run_id = rows.write(new)
                 again, more = new.again, new.losses
@@ -107,7 +109,7 @@ class EpisodesRun(SalvagedRun):
         self,
         of_rows: Chosen,
         chosen: Candidate,
-        gathered: Gathered,
+        found: Found,
         layout: Layout,
         directory: str,
         files: FilesLike,
@@ -116,11 +118,12 @@ class EpisodesRun(SalvagedRun):
     ) -> None:
         """Args:
         of_rows, chosen: the generation that it is made from.
-        gathered: the items.
+        found: its items, and who made its rows.
         layout: of the damaged run.
         directory, files, called: as of :class:`SalvagedRun`.
         """
-        self._candidate, self._gathered, self._damaged = chosen, gathered, layout
+        gathered = found.gathered
+        self._candidate, self._gathered, self._damaged, self._played = chosen, gathered, layout, found.played
         self.again, self.losses = 0, list[Loss]()
         super().__init__(of_rows, directory, files, origin=gathered.opened.origin, called=called)
         ways = ways_after(layout, gathered.manifest.run_id, gathered.manifest)
@@ -138,6 +141,29 @@ class EpisodesRun(SalvagedRun):
         made = manifest_of(self._candidate, self._gathered, self.generation, self._run.run_id, options)
         return msgspec.structs.replace(made, reclaimed=self._gathered.reclaimed)
 
+    def _makers(self, ledger: Ledger) -> Iterator[AnyEvent]:
+        """Yield events that say of which items the rows are, as far as anybody knows: they change nothing else, as what
+        is inherited comes after them."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        ends = [end for _, end, _ in self.kept]
+        for made in self._played.made:
+            if made.uid not in self._played.tasks:
+                continue
+            for at in range(bisect_right(ends, made.first), len(ends)):
+                begin, end, now = self.kept[at]
+                if begin >= made.end:
+                    break
+                first, last = max(begin, made.first), min(end, made.end)
+                found.setdefault(made.uid, []).append((first - begin + now, last - first))
+        for uid, rows in found.items():
+            yield Claimed(uid, self._played.tasks[uid], -1, -1, -1, kind=EXTERNAL)
+            for first, count in rows:
+                yield Added(uid, 0, 1, 0, first, count, 0)
+            if uid in ledger.entries:  # another attempt follows
+                yield Failed(uid, 0, 1, REASON, "", final=False)
+            else:
+                yield Interrupted(uid, 0, 1, REASON)
+
     def _committed(self, manifest: Manifest) -> Manifest:
         gathered = self._gathered
         tag, store = self._chosen.run_tag, self.segments.store
@@ -148,7 +174,13 @@ class EpisodesRun(SalvagedRun):
         self.generation.add(CONSUMER_FILE, encode_half(half))
         progress = encode_progress(progress_of(self._candidate, half), self._candidate.unknown)
         self.generation.add(PROGRESS_FILE, progress)
-        events: list[AnyEvent] = [gathered.opened, copied.inherited, *gathered.fold.feedback, *copied.parts]
+        events: list[AnyEvent] = [
+            gathered.opened,
+            *self._makers(ledger),
+            copied.inherited,
+            *gathered.fold.feedback,
+            *copied.parts,
+        ]
         wrote = self.segments.finish(gathered.opened.wall, REASON, events)
         assert wrote.position.incarnation == INCARNATION
         return committed(self.generation, [wrote], manifest, self._run, kind=PIPELINE)

@@ -35,7 +35,7 @@ from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
 from pipeline.tools.later_rows import LaterRows, Reads
 from pipeline.tools.parts_of_episodes import TAIL, Marks, PartsOfEpisodes
-from pipeline.tools.rows_with_gaps import GapsWriter, RowsOfBlock, of_each
+from pipeline.tools.rows_with_gaps import GapsWriter, Kept, RowsOfBlock, of_each
 from pipeline.tools.salvaged_run import Content, DamagedBlocks, Looked, Packing, SalvagedRun
 from pipeline.tools.scattered import AsideRows, Heap
 from pipeline.tools.writing import BlockWriter
@@ -232,6 +232,7 @@ class RowsInOrder:
                 if len(rows.keys):
                     writer.add(rows._replace(arrays=self._packing.packed(rows.arrays)), kept_aside)
             state = writer.finish()
+            run.kept = writer.kept
         return run.finish(state, self._unknown, writer.blocks)
 
     @property
@@ -293,6 +294,7 @@ class RowsInOrder:
                     writer.add(rows.arrays)
             writer.flush()
             blocks += writer.blocks
+        run.kept = [Kept(self._oldest, state.added, self._oldest)]
         left = np.concatenate([*self._left, np.array(state.cut_keys, np.int64)])
         cuts = np.unique(left[left >= self._oldest]).tolist()
         state = msgspec.structs.replace(state, next_episode=self._next_episode, cut_keys=cuts)

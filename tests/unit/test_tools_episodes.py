@@ -290,6 +290,27 @@ async def test_with_damage_it_is_refused_and_the_salvage_is_merged(tmp_path: Pat
         split(run, [tmp_path / "x"], count=1)
 
 
+def test_after_a_salvage_items_are_known(three: Path, tmp_path: Path) -> None:
+    """Whole or not, also of a salvage of that: a split by task has what the run's own has, but for lost rows."""
+    salvage_run(three / "rank_1", tmp_path / "whole")
+    salvage_run(tmp_path / "whole", tmp_path / "again")
+    hurt = tmp_path / "hurt"
+    shutil.copytree(three / "rank_1", hurt)
+    segment, offset, length = list(payloads(str(hurt)))[-5]
+    flip(hurt / segment, offset + HEADER_BYTES + length // 2)
+    salvage_run(hurt, tmp_path / "left")
+    own = {Path(each.directory).name: each for each in split(three / "rank_1", tmp_path / "own", by="task")}
+    for name in ("whole", "again", "left"):
+        parts = split(tmp_path / name, tmp_path / f"by {name}", by="task")
+        assert {Path(each.directory).name for each in parts} == set(own)
+        for each in parts:
+            there, of = seen(Path(each.directory))[0], seen(Path(own[Path(each.directory).name].directory))[0]
+            assert not Counter(there) - Counter(of)
+            assert each.units == own[Path(each.directory).name].units
+        lost = sum(each.rows for each in own.values()) - sum(each.rows for each in parts)
+        assert lost == (ROWS if name == "left" else 0)
+
+
 async def test_rows_of_which_nobody_knows_the_item_go_by_the_episode(tmp_path: Path) -> None:
     """A process has gone on with what a tool made: what it found there is of the one task that there is."""
     run = Path(await two_lives(tmp_path))
