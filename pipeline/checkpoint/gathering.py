@@ -165,7 +165,8 @@ def _given_up_too(fold: Rescue, filled: Filled, chosen: Candidate, unknown: int)
     and may have been in flight, or as there are items of which nobody knows what they are."""
     manifest = fold.draws.line
     finished = {} if chosen.progress is None else chosen.progress.raw_rewards_count
-    in_flight = int(manifest.options.get("concurrency", 0))
+    given = manifest.options.get("concurrency")
+    in_flight = given if isinstance(given, int) else 0
     least = {task: finished.get(task, 0) + in_flight for task in manifest.tasks if finished.get(task, 0)}
     more = [claimed_as_episode(each) for each in fold.draws.further(fold.sampler, least, unknown, fold.ledger.next_uid)]
     claims = [each for each in more if isinstance(each, Claimed)]

@@ -282,6 +282,6 @@ def schema_of(blob: bytes, where: str) -> Schema:
     """
     try:
         tensors = safetensors.torch.load(blob)
-    except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
+        return Schema.of({name: tensor for name, tensor in tensors.items() if not name.startswith("#")})
+    except (safetensors.SafetensorError, ConfigError, ValueError, RuntimeError) as error:
         raise Damaged(f"{where}: no block of rows ({error})") from None
-    return Schema.of({name: tensor for name, tensor in tensors.items() if not name.startswith("#")})

@@ -76,7 +76,17 @@ class LaterRows(NamedTuple):
         return self
 
     def state_of(self, state: BufferState) -> BufferState:
-        """Return the buffer's state with them."""
+        """Return the buffer's state with them.
+
+        Raises:
+            Damaged: what it says of its limiter, or its selection, no buffer does.
+        """
+        try:
+            return self._state_of(state)
+        except (LookupError, TypeError, ValueError) as error:
+            raise Damaged(f"the buffer's state does not fit together ({error!r})") from None
+
+    def _state_of(self, state: BufferState) -> BufferState:
         more = self.end - self.begin
         size = min(max(state.capacity, state.size), state.size + more)
         limiter = {**state.limiter, "added": state.limiter["added"] + more} if state.limiter else {}

@@ -81,16 +81,19 @@ class PlayedRun(RowsOnDisk):
     def _listed_items(self, number: Ints) -> ItemsOf:
         """Return what the tool wrote of episodes of some numbers."""
         folder = self.stored.folder
-        with open_plain(os.path.join(folder, ITEMS_FILE)) as file:
-            table = np.frombuffer(file.read(), np.int64).reshape(-1, 5)
-        with open_plain(os.path.join(folder, TASKS_FILE)) as file:
-            names = msgspec.json.decode(file.read(), type=list[str])
+        try:
+            with open_plain(os.path.join(folder, ITEMS_FILE)) as file:
+                table = np.frombuffer(file.read(), np.int64).reshape(-1, 5)
+            with open_plain(os.path.join(folder, TASKS_FILE)) as file:
+                names = msgspec.json.decode(file.read(), type=list[str])
+        except (ValueError, FileNotFoundError) as error:
+            raise Damaged(f"{self.where}: does not say what items its episodes are of ({error})") from None
         table = table[np.argsort(table[:, 0])]
         at = np.minimum(np.searchsorted(table[:, 0], number), max(0, len(table) - 1))
         if len(number) and not (len(table) and np.array_equal(table[at, 0], number)):
             raise Damaged(f"{self.where}: holds rows of episodes of which it is not said what item they are of")
         names.append("")  # nobody knows it
-        return ItemsOf(table[at, 3], [names[each] for each in table[at, 4].tolist()])
+        return ItemsOf(table[at, 3], [names[each] if -1 <= each < len(names) else "" for each in table[at, 4].tolist()])
 
 
 def _found(source: Source) -> tuple[Gathered, Played, LaterRows]:
