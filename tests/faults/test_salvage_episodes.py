@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from tests.support.experience import (
     written,
 )
 from tests.support.salvaging import fingerprint, flip, frames
+
+SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
 
 
 def salvaged(directory: str | Path, target: Path, **more: Any) -> SalvagedEpisodes:
@@ -336,3 +339,43 @@ async def test_a_full_disk_is_said_and_leaves_no_run(run: str, tmp_path: Path) -
         assert not files.open
         assert not (target / "run.json").exists() or call > len(whole.calls) - 3
     assert fingerprint(run) == before
+
+
+def hurt(run: Path, rng: random.Random) -> None:
+    """Change a few bytes anywhere, cut a file, or remove one."""
+    files = sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
+    for path in rng.sample(files, rng.randint(1, 4)):
+        how = rng.random()
+        if how < 0.1:
+            path.unlink()
+        elif how < 0.25:
+            os.truncate(path, rng.randrange(path.stat().st_size))
+        else:
+            flip(path, rng.randrange(path.stat().st_size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_is_damaged_what_is_salvaged_goes_on(run: str, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for number in range(4 * SOAK):
+        damaged, target = tmp_path / f"damaged {number}", tmp_path / f"out {number}"
+        shutil.copytree(run, damaged)
+        hurt(damaged, rng)
+        try:
+            found = salvaged(damaged, target)
+        except Damaged:
+            continue
+        copy = shutil.copytree(target, tmp_path / f"copy {number}")
+        assert len((await state_of(copy, attach=not found.left_out))[3]) == found.rows_kept
+        if not found.left_out:
+            after = await goes_on(target, run=walk_unevenly)
+            assert max(after.values()) == 1, (seed, number)
+
+
+def test_a_run_of_the_first_version_is_salvaged(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "v1e", tmp_path / "run")
+    folder = next(path.parent for path in (tmp_path / "run").rglob("run.json"))
+    found = salvaged(folder, tmp_path / "out")
+    assert found.rows_kept
+    assert found.whole
