@@ -137,7 +137,7 @@ class Draws:
         return filled
 
     def further(self, sampler: Sampler, least: Mapping[str, int], more: int, first: int) -> list[Claimed]:
-        """Return claims of the next places of each task, which may have been drawn without a trace.
+        """Return claims of the next places of each task that there are, which may have been drawn without a trace.
 
         Args:
             sampler: what was drawn, as far as the events say.
@@ -150,8 +150,11 @@ class Draws:
             base = sampler.cursors[task].base if task in sampler.cursors else 0
             drawn = position + sum(max(0, self._length(task, each, sampler)) for each in range(base, epoch))
             count = max(more, least.get(task, 0) - drawn)
-            for place in [each for each in self._beyond(sampler, (), max(0, count)) if each.task == task]:
-                found.append(self._claim(first + len(found), place, sampler))
+            epochs = self.line.tasks.get(task, {}).get("epochs")
+            last = base + epochs if isinstance(epochs, int) else epoch + count + 1  # so many there are to be drawn
+            for place in self._beyond(sampler, (), max(0, count)):
+                if place.task == task and place.epoch < last:
+                    found.append(self._claim(first + len(found), place, sampler))
         return found
 
     def unseen(self, ranges: Iterable[tuple[int, int]]) -> list[int]:

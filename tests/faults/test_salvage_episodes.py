@@ -6,13 +6,14 @@ import errno
 import os
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from pipeline import Context, Damaged, Item, NotARun, ReplayBuffer, Retry, Rollout, UsageError, WriteFailed
+from pipeline import Context, Damaged, Item, NotARun, ReplayBuffer, Retry, Rollout, Task, UsageError, WriteFailed
 from pipeline.checkpoint import salvage, verify
 from pipeline.cli import main
 from pipeline.store.files import FilesLike
@@ -23,11 +24,12 @@ from pipeline.tools.salvaging_episodes import SalvagedEpisodes, salvage_episodes
 from tests.faults.test_experience_resume import cut_everywhere, train
 from tests.support.crashes import crashed_copy
 from tests.support.disk import Killed, ScriptedFiles
-from tests.support.episodes import ITEMS, added_later, goes_on, make, payloads, state_of, two_lives
+from tests.support.episodes import ITEMS, Gate, added_later, goes_on, make, payloads, state_of, two_lives
 from tests.support.experience import (
     ROWS,
     Agent,
     block,
+    contents,
     fed,
     filled,
     reaches,
@@ -35,6 +37,7 @@ from tests.support.experience import (
     walk_unevenly,
     written,
 )
+from tests.support.runs import numbers, pipeline
 from tests.support.salvaging import fingerprint, flip, frames
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1"))
@@ -379,3 +382,61 @@ def test_a_run_of_the_first_version_is_salvaged(tmp_path: Path) -> None:
     found = salvaged(folder, tmp_path / "out")
     assert found.rows_kept
     assert found.whole
+
+
+class TwoTasks(Gate):
+    """Items of either task, which are told apart by their rows."""
+
+    def tasks(self) -> list[Task]:
+        return [Task(name, source=numbers(10), run=self.play, shuffle=True, epochs=1) for name in ("left", "right")]
+
+    async def play(self, item: Item, ctx: Context) -> Rollout:
+        parts = 1 + item.index % 3
+        for part in range(parts):
+            await self.changed.wait_for(lambda: self.left > 0)
+            self.left -= 1
+            rows = block(item, part, ends=part == parts - 1)
+            rows["obs"][:, 0] += 100 * (item.task == "right")
+            await ctx.extend(rows)
+        return Rollout()
+
+
+async def of_two_tasks(folder: Path) -> Path:
+    for directory, target in (("life 1", "life 2"), ("life 2", "run")):
+        buffer, agent, gate = make(), Agent(), TwoTasks()
+        async with pipeline(gate.tasks(), buffer=buffer, directory=str(folder / directory), concurrency=4) as pipe:
+            pipe.attach(agent=agent)
+            await resumed(pipe)
+            await pipe.start()
+            await gate.let_in(pipe, buffer, 7)
+            batch = await pipe.sample(8)
+            buffer.update_priorities(batch.keys, agent.train(batch))
+            await (await pipe.save(len(agent.seen))).committed()
+            await gate.let_in(pipe, buffer, 6)
+            crashed_copy(str(folder / directory), folder / target)
+    return folder / "run"
+
+
+async def test_nothing_of_several_tasks_is_played_twice_whatever_is_missing(tmp_path: Path) -> None:
+    """Nobody knows of which task an item is whose claim is lost; and no source has more than one epoch."""
+    run, rng = await of_two_tasks(tmp_path), random.Random(1)
+    names = sorted(path.name for path in (run / "journals").iterdir())
+    places = [(name, frame) for name in names for frame in frames(str(run), f"journals/{name}")]
+    places = [(name, frame) for name, frame in places if frame.header.kind == EVENTS]
+    cases = [list(range(at, min(at + 4, len(places)))) for at in range(0, len(places), 2)]
+    cases += [rng.sample(range(len(places)), 3) for _ in range(12 * SOAK)]
+    for number, case in enumerate(cases):
+        damaged, target = tmp_path / f"damaged {number}", tmp_path / f"out {number}"
+        shutil.copytree(run, damaged)
+        for name, frame in (places[at] for at in case):
+            flip(damaged / "journals" / name, frame.offset + HEADER_BYTES + 1)
+        salvaged(damaged, target)
+        buffer, gate = make(), TwoTasks()
+        gate.left = 1000
+        async with pipeline(gate.tasks(), buffer=buffer, directory=str(target)) as pipe:
+            pipe.attach(agent=Agent())
+            await resumed(pipe)
+            await pipe.start()
+            await filled(pipe)
+            pipe.ledger.check()
+        assert max(Counter(contents(buffer)).values()) == 1, case
