@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import safetensors.torch
 
 from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, decode_block, encode_block, rows_of_block
+from pipeline.buffer.transitions.bodies import BODIES, places_said
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.layout import END, OPEN
 from pipeline.buffer.transitions.limiter import Counts
@@ -25,6 +25,7 @@ from pipeline.replay.job import Job, Piece, files_of, listed, merged_from
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.parts import Parts, restore, state_of, values_of
 from pipeline.replay.state import STATE_FILE
+from pipeline.store.codec import bodies_of_head, read_bytes, tensor_of
 from pipeline.store.layout import Layout, SegmentKey
 from pipeline.store.segments import Block
 from pipeline.wiring.feed import Reading
@@ -280,8 +281,16 @@ def schema_of(blob: bytes, where: str) -> Schema:
     Raises:
         Damaged: it is none.
     """
+    found = read_bytes(blob, where)
     try:
-        tensors = safetensors.torch.load(blob)
+        tensors = {name: tensor_of(each.dtype, each.shape, each.array.copy()) for name, each in found.items()}
+        bodies = found.get(BODIES)
+        if bodies is not None:  # small columns lie together
+            count, width = bodies.shape
+            said = bodies_of_head(memoryview(blob)[: 8 + int.from_bytes(blob[:8], "little")])
+            for place in places_said(said):
+                values = np.frombuffer(bytearray(place.of(bodies.array.tobytes(), width)), np.uint8)
+                tensors[place.name] = tensor_of(place.dtype, (count, *place.shape), values)
         return Schema.of({name: tensor for name, tensor in tensors.items() if not name.startswith("#")})
-    except (safetensors.SafetensorError, ConfigError, ValueError, RuntimeError) as error:
+    except (ConfigError, LookupError, ValueError, RuntimeError) as error:
         raise Damaged(f"{where}: no block of rows ({error})") from None
