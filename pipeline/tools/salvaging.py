@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.losses import Loss, Salvaged
-from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS
+from pipeline.checkpoint.manifest import REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS, Manifest
 from pipeline.checkpoint.rehearsal import Copying, Counting, Rehearsal, Told
 from pipeline.checkpoint.salvage import check_target, salvage
 from pipeline.checkpoint.survey import fills_buffer
@@ -97,8 +97,7 @@ def salvage_run(
     the rows of whole blocks come along, with their priorities, a bounded part of them in memory; so they do of the
     buffer of several ranks, for as many ranks. Of a buffer of trajectories, of one process or of ranks, those come
     along that are whole, one of them in memory at a time. Of a run whose rollouts fill a buffer of transitions
-    items come along as of any run of rollouts, and rows as of any buffer, also those that were added after the
-    generation.
+    items come along as of any run of rollouts, and rows as of any buffer, those of after the generation too.
 
     Args:
         directory: the damaged run's.
@@ -111,8 +110,7 @@ def salvage_run(
     Raises:
         ConfigError: ``target`` holds something, or lies inside the damaged run.
         NotARun: there is no run in ``directory``.
-        UsageError: it is a run that cannot be salvaged: of a buffer whose rows lie in another way; the message says
-            what to do instead.
+        UsageError: it cannot be salvaged, as its rows lie in another way; the message says what to do instead.
         Damaged: no generation can be gone on from.
         WriteFailed: the new run could not be written.
     """
@@ -121,20 +119,24 @@ def salvage_run(
         raise ConfigError.of("RUN", found.path, f"a run's folder is needed, and this is a {found.what}")
     tell: Told = told or (lambda count: None)
     name = os.path.abspath(target if called is None else called)
-    kind = "" if found.stored is None else found.stored.manifest.kind
-    if found.stored is not None and fills_buffer(found.stored.manifest):
-        check_target(found.path, os.path.abspath(target))
-        how: dict[str, Any] = {"called": name, "files": Counting(Copying(), tell), "rehearse": rehearse}
-        return salvage_episodes(Layout(found.path), os.path.abspath(target), step=step, **how)
-    if kind not in (REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS):
+    kind, filled = ("", False) if found.stored is None else _kind_of(found.stored.manifest)
+    if not filled and kind not in (REPLAY, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS):
         files = Rehearsal(tell) if rehearse else Counting(Copying(), tell)
         return salvage(directory, target, step=step, files=files, called=name)
     check_target(found.path, os.path.abspath(target))
     counting = Counting(Copying(), tell)
+    if filled:
+        how: dict[str, Any] = {"called": name, "files": counting, "rehearse": rehearse}
+        return salvage_episodes(Layout(found.path), os.path.abspath(target), step=step, **how)
     made = _of_buffer(found, kind, os.path.abspath(target), step, name, counting, rehearse=rehearse)
     if not rehearse and kind == REPLAY:  # others say it already
         _note_source(found, Layout(os.path.abspath(target)), counting)
     return made
+
+
+def _kind_of(manifest: Manifest) -> tuple[str, bool]:
+    """Return what wrote a run, and whether its rollouts fill a buffer."""
+    return manifest.kind, fills_buffer(manifest)
 
 
 def _note_source(found: Target, new: Layout, files: FilesLike) -> None:

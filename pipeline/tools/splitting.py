@@ -54,9 +54,8 @@ def split(
         split("runs/a", ["runs/good"], where="reward > 0.5")  # without a second folder the others are left out
 
     Units are whole: episodes of a buffer of transitions (or rows, if others than the oldest go first: ``remove=``),
-    trajectories, finished groups of a pipeline, or, where its rollouts fill a buffer, its items with all of their
-    episodes. A part keeps their order, and what was split is put together again by :func:`~pipeline.tools.merge`. What
-    the trainer had attached is left out.
+    trajectories, finished groups of a pipeline, or its items with their episodes, where rollouts fill a buffer. A part
+    keeps their order, and :func:`~pipeline.tools.merge` puts them together again. What was attached is left out.
 
     Args:
         run: the run's folder.
