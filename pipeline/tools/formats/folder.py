@@ -136,8 +136,7 @@ def checked_parts(directory: str, described: Described) -> Iterator[tuple[str, P
         Damaged: it is missing, or was changed.
     """
     for info in described.files:
-        parts = info.path.split("/")
-        if os.path.isabs(info.path) or {"", ".", ".."} & set(parts) or "\0" in info.path:
+        if not is_inside(info.path):
             raise Damaged(f"{directory}: {FILE} names {info.path!r}, which is not inside the folder")
         path = os.path.join(directory, info.path)
         try:
@@ -150,6 +149,11 @@ def checked_parts(directory: str, described: Described) -> Iterator[tuple[str, P
                 "were written"
             )
         yield path, info
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path with slashes, which a file tells, stays in the folder that it is told of."""
+    return not (os.path.isabs(name) or {"", ".", ".."} & set(name.split("/")) or "\0" in name)
 
 
 def bytes_of_parts(described: Described) -> int:
