@@ -104,9 +104,9 @@ def told_of_episodes(pa: Any, pq: Any, path: str, keys: list[str]) -> dict[str, 
     if not names:
         raise Damaged(f"{where}: is missing or empty, and says which video has which episode; fetch it too")
     try:
-        tables = [pq.read_table(name, columns=columns) for name in names]
-        whole = pa.concat_tables(tables).combine_chunks()
-        missing = [name for name in columns if name not in whole.column_names or whole.column(name).null_count]
+        tables = [_columns(pq, name, columns) for name in names]
+        missing = [name for name in columns if any(_lacks(table, name) for table in tables)]
+        whole = pa.concat_tables(tables, promote_options="default").combine_chunks()
         found = {
             name: whole.column(name).to_numpy().astype(np.float64 if name.endswith(_TOLD[2]) else np.int64)
             for name in columns
@@ -120,6 +120,15 @@ def told_of_episodes(pa: Any, pq: Any, path: str, keys: list[str]) -> dict[str, 
             "recording with LeRobot, and import then"
         )
     return found
+
+
+def _columns(pq: Any, path: str, names: list[str]) -> Any:
+    with pq.ParquetFile(path) as file:
+        return file.read(columns=[name for name in names if name in file.schema_arrow.names])
+
+
+def _lacks(table: Any, name: str) -> bool:
+    return name not in table.column_names or table.column(name).null_count > 0
 
 
 def _file(path: str, template: str, key: str, **fields: int) -> str:
