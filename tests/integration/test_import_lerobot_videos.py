@@ -209,7 +209,6 @@ def test_a_damaged_film_is_refused(tmp_path: Path, name: str) -> None:
         "cut": whole[: len(whole) // 2],
         "begun": whole[: pictures + 3],
         "zeros": whole[:pictures] + bytes(len(whole) - pictures),
-        "playlist": f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://{PEERS}/x.mp4\n#EXT-X-ENDLIST\n".encode(),
     }
     for content in broken.values():
         film.write_bytes(content)
@@ -218,6 +217,38 @@ def test_a_damaged_film_is_refused(tmp_path: Path, name: str) -> None:
     refused(folder, rf"{film.name}: is missing, and has observation.images.\w+ of episode \d")
     os.mkfifo(film)
     refused(folder, film.name)
+
+
+def test_what_a_decoder_would_make_up_is_refused(tmp_path: Path) -> None:
+    folder = copied("lerobot_0_4_4_h264", tmp_path / "data")
+    film = folder / "videos" / "observation.images.wrist" / "chunk-000" / "file-001.mp4"
+    whole = film.read_bytes()
+    for at in (721, 742, 756):
+        begin = whole.index(b"mdat") + 4 + at
+        film.write_bytes(whole[:begin] + bytes(8) + whole[begin + 8 :])
+        with av.open(str(film)) as container:
+            assert len(list(container.decode(video=0))) == 6, "it says nothing by itself"
+        refused(folder, r"file-001\.mp4: cannot be decoded, where frame \d of episode [23]")
+
+
+def test_a_film_whose_last_frame_is_cut_is_refused(tmp_path: Path) -> None:
+    film = Film(times(6), codec="libvpx-vp9", options=(("crf", "20"), ("lag-in-frames", "0")))
+    folder = write_dataset(tmp_path / "data", [times(6)], {CAMERA: ([film], [Take(0, 0.0)])})
+    path = film_path(folder, CAMERA, 0)
+    whole = path.read_bytes()
+    assert whole.index(b"moov") < whole.index(b"mdat"), "the end of the file is the last frame"
+    for cut in range(1, 25, 2):
+        path.write_bytes(whole[:-cut])
+        refused(folder, r"file-000\.mp4: cannot be decoded, where frame \d of episode 0, .*its end is missing")
+
+
+def test_a_film_that_names_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_dataset(tmp_path / "data", [times(3)], {CAMERA: ([Film(times(3))], [Take(0, 0.0)])})
+    path = film_path(folder, CAMERA, 0)
+    path.rename(path.with_name("other.mp4"))
+    path.write_text("ffconcat version 1.0\nfile 'other.mp4'\n")
+    monkeypatch.chdir(path.parent)  # where such a name would be looked for
+    refused(folder, r"file-000\.mp4: cannot be decoded")
 
 
 def test_a_film_that_goes_while_it_is_imported_is_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def pictures(film: Film, seed: int) -> np.ndarray:
 def shoot(path: Path, film: Film, seed: int = 0) -> None:
     """Write a video file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream: Any = container.add_stream(film.codec, FPS, options=dict(film.options))
         stream.height, stream.width = film.size
         stream.pix_fmt, stream.time_base = "yuv420p", TICK

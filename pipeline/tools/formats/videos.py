@@ -97,14 +97,14 @@ class Video:
             if not container.streams.video:
                 raise _Broken("no video is in it")
             stream = container.streams.video[0]
-            # Some decoders make up what they cannot read, and say nothing.
+            # Decoders make up what they cannot read, of frames as of a file that is cut, and say nothing.
             stream.codec_context.options = {"err_detect": "explode"}
             for packet in container.demux(stream):
                 if packet.is_corrupt:
                     raise _Broken("its end is missing")
                 for frame in packet.decode():
-                    if frame.is_corrupt or frame.time is None:
-                        raise _Broken("a frame is damaged, or has no time")
+                    if frame.time is None:
+                        raise _Broken("a frame has no time")
                     yield frame
 
 
