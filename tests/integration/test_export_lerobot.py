@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 from pipeline import ReplayBuffer
 from pipeline.errors import ConfigError, Damaged
 from pipeline.tools.exporting import export
+from pipeline.tools.formats import lerobot
+from pipeline.tools.formats.arrow_rows import BATCH_BYTES
 from pipeline.tools.importing import import_data
 from pipeline.tools.interchange.rows_out import transitions_of
 from pipeline.tools.interchange.runs import open_run
-from pipeline.tools.interchange.streams import joined
+from pipeline.tools.interchange.streams import Transitions, joined
 from tests.support import peers
 from tests.support.kept_runs import bits, gathered, replay_run
 
@@ -262,9 +265,7 @@ def changed(folder: Path, **fields: Any) -> Path:
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     features = json.loads((PEERS / "lerobot_0_4_4" / "meta" / "info.json").read_text())["features"]
-    video = {**features, "observation.images.top": {"dtype": "video", "shape": [4, 4, 3]}}
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"features": video}, ConfigError, "observation.images.top is a video.*use_videos=False"),
         ({"codebase_version": "v1.6"}, ConfigError, "version v1.6"),
         ({"total_frames": 8}, Damaged, "data has 7 frames in 1 files, and .* says 8"),
         ({"features": {**features, "gone": features["action"]}}, Damaged, "no column gone"),
@@ -292,6 +293,33 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         pq.write_table(table.set_column(at, "observation.images.front", broken), file)
         with pytest.raises(Damaged, match=match):
             import_data(tmp_path / "data", tmp_path / "new")
+
+
+def test_videos_without_the_package_that_decodes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    for name in ("lerobot_0_4_4_av1", "lerobot_0_3_3_av1"):
+        with pytest.raises(ConfigError, match=r"lerobot: needs the package av, .*pip install 'forebay\[tools,video\]'"):
+            import_data(PEERS / name, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+def test_images_are_decoded_some_megabytes_at_a_time(tmp_path: Path) -> None:
+    count, shape = 11, (700, 1000, 3)
+    pictures = np.zeros((count, *shape), np.uint8)
+    pictures[...] = np.arange(count)[:, None, None, None] * 20  # of one colour, a file of a few KB
+    with ReplayBuffer(count, directory=str(tmp_path / "run"), seed=1) as buffer:
+        buffer.resume()
+        buffer.extend({"obs": pictures, "action": np.arange(count)}, envs=1)
+        buffer.save(1, wait=True)
+    export(str(tmp_path / "run"), tmp_path / "out", to="lerobot")
+    (tmp_path / "out" / "forebay.json").unlink()
+    stream = lerobot.read(str(tmp_path / "out"))
+    assert isinstance(stream, Transitions)
+    batches = list(stream.batches())
+    assert max(batch.columns["obs.image"].nbytes for batch in batches) <= BATCH_BYTES
+    rows = joined(batches)
+    assert np.array_equal(rows.columns["obs.image"], pictures)
+    assert np.array_equal(rows.columns["action"][:, 0], np.arange(count))
 
 
 def test_what_lerobot_cannot_hold_is_told_before_anything_is_written(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ that it would not write. Needs ``pyarrow``, too."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,8 @@ def pictures(film: Film, seed: int) -> np.ndarray:
     each = [
         np.stack([x + y, 200 - x, np.full_like(x, (seed * 90 + 35 * at) % 250)], -1) for at in range(len(film.times))
     ]
-    return np.clip(np.stack(each), 0, 255).astype(np.uint8)
+    found: np.ndarray = np.clip(np.stack(each), 0, 255).astype(np.uint8)
+    return found
 
 
 def shoot(path: Path, film: Film, seed: int = 0) -> None:
@@ -78,7 +79,7 @@ def sought(path: Path, seconds: float) -> np.ndarray:
 def write_dataset(
     folder: Path,
     rows: Sequence[Sequence[float]],
-    cameras: dict[str, tuple[Sequence[Film], Sequence[Take]]],
+    cameras: Mapping[str, tuple[Sequence[Film], Sequence[Take]]],
     *,
     change: Callable[[dict[str, Any]], None] = lambda info: None,
     order: Sequence[int] | None = None,

@@ -98,4 +98,5 @@ def lerobot_pictures(number: int, camera: str) -> np.ndarray:
         np.stack([x + y + of, 250 - x - y - of, np.full_like(x, (begun + 40 * at) % 250)], 0 if first else -1)
         for at in range(length)
     ]
-    return np.clip(np.stack(pictures), 0, 255).astype(np.uint8)
+    found: np.ndarray = np.clip(np.stack(pictures), 0, 255).astype(np.uint8)
+    return found

@@ -65,7 +65,7 @@ def _told(name: str, dataset: Any) -> None:
     told[name] = {}
     for camera in PEERS["LEROBOT_CAMERAS"]:
         pictures = np.rint(np.stack([item[camera].numpy() for item in items]) * 255).astype(np.uint8)
-        told[name][camera] = [zlib.crc32(np.ascontiguousarray(each.transpose(1, 2, 0))) for each in pictures]
+        told[name][camera] = [zlib.crc32(each.transpose(1, 2, 0).tobytes()) for each in pictures]
     path.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
 
 
