@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.errors import Damaged
 from pipeline.tools.formats.lerobot_places import column_of, features_of, places_of
 from pipeline.tools.formats.lerobot_stats import QUANTILES, Totals, image_stats_of, stats_of
+from pipeline.tools.formats.lerobot_videos import ONE_EACH, SEVERAL, parts_of_each, parts_of_several, sizes_of
 from pipeline.tools.interchange.by_row import ROW, in_order
 from pipeline.tools.interchange.streams import Rows
 
@@ -109,6 +111,62 @@ def test_statistics_of_images_are_by_channel_and_from_0_to_1() -> None:
         assert np.allclose(stats[name], each), name
     for name, part in QUANTILES.items():
         assert np.allclose(stats[name], np.quantile(pixels, part, axis=0, method="inverted_cdf")), name
+
+
+def test_an_episode_ends_where_the_next_one_begins_in_its_file(tmp_path: Path) -> None:
+    for number in (0, 1):
+        file = tmp_path / "videos" / "top" / "chunk-002" / f"file-00{number}.mp4"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    told = {
+        "episode_index": np.array([4, 0, 1, 3]),
+        "videos/top/chunk_index": np.array([2, 2, 2, 2]),
+        "videos/top/file_index": np.array([0, 1, 1, 0]),
+        "videos/top/from_timestamp": np.array([1.5, 2.0, 0.0, 0.5]),
+    }
+    part_of = parts_of_several(str(tmp_path), SEVERAL, "top", told)
+    found = {episode: part_of(episode) for episode in (0, 1, 3, 4)}
+    assert {episode: (part.path[-12:], *part[1:]) for episode, part in found.items()} == {
+        0: ("file-001.mp4", 2.0, np.inf),
+        1: ("file-001.mp4", 0.0, 2.0),
+        3: ("file-000.mp4", 0.5, 1.5),
+        4: ("file-000.mp4", 1.5, np.inf),
+    }
+    with pytest.raises(Damaged, match="data has episode 2, which is not in meta/episodes"):
+        part_of(2)
+    file.unlink()
+    with pytest.raises(Damaged, match=r"file-001\.mp4: is missing, and has top of episode 1"):
+        parts_of_several(str(tmp_path), SEVERAL, "top", told)
+
+
+def test_an_episode_of_version_2_has_a_file_of_its_own(tmp_path: Path) -> None:
+    for number in range(5):
+        file = tmp_path / "videos" / f"chunk-00{number // 2}" / "top" / f"episode_00000{number}.mp4"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    part_of = parts_of_each(str(tmp_path), ONE_EACH, "top", episodes=5, chunk=2)
+    assert part_of(4) == (str(file), 0.0, np.inf)
+    for missing in (5, -1):
+        with pytest.raises(Damaged, match=f"data has episode {missing}, and .* says that there are 5"):
+            part_of(missing)
+    with pytest.raises(Damaged, match=r"episode_000005\.mp4: is missing, and has top of episode 5"):
+        parts_of_each(str(tmp_path), ONE_EACH, "top", episodes=6, chunk=2)
+
+
+@pytest.mark.parametrize("template", ["../{video_key}", "/{video_key}", "{video_key.real}", "{}", "{video_key:>9}", ""])
+def test_a_video_is_inside_the_dataset(tmp_path: Path, template: str) -> None:
+    with pytest.raises(Damaged, match=r"info\.json: video_path "):
+        parts_of_each(str(tmp_path), template, "top", episodes=1, chunk=1)
+    with pytest.raises(Damaged, match="not inside the folder"):
+        parts_of_each(str(tmp_path), ONE_EACH, "..", episodes=1, chunk=1)
+
+
+def test_channels_are_first_or_last() -> None:
+    assert sizes_of((4, 5, 3)) == ((4, 5), False)
+    assert sizes_of((3, 4, 5)) == ((4, 5), True)
+    for shape in ((4, 5, 1), (4, 5), (4, 5, 6, 3), ()):
+        with pytest.raises(ValueError, match="where \\[height, width, 3\\] is needed"):
+            sizes_of(shape)
 
 
 def numbered(*parts: list[int]) -> Iterator[Rows]:

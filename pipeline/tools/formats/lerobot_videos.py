@@ -23,6 +23,7 @@ ONE_EACH = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:
 SEVERAL = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 """The same of version 3.0."""
 CHANNELS = 3
+_TOLD = ("chunk_index", "file_index", "from_timestamp")
 _FIELDS = "video_key|episode_chunk|episode_index|chunk_index|file_index"
 _TEMPLATE = re.compile(rf"(?:[^{{}}]|\{{(?:{_FIELDS})(?::0[1-9]d)?\}})+")
 
@@ -87,9 +88,6 @@ def parts_of_several(path: str, template: str, key: str, told: Mapping[str, np.n
     for row in firsts.tolist():
         _check(file_of(row), key, int(told["episode_index"][row]))
     return part_of
-
-
-_TOLD = ("chunk_index", "file_index", "from_timestamp")
 
 
 def told_of_episodes(pa: Any, pq: Any, path: str, keys: list[str]) -> dict[str, np.ndarray]:

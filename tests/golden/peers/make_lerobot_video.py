@@ -1,7 +1,7 @@
 """Writes datasets with videos, ``lerobot_0_4_4_av1``, ``lerobot_0_4_4_h264`` or ``lerobot_0_3_3_av1``, and into
 ``lerobot_videos.json`` the checksums of the pictures that LeRobot itself reads out of them: run it where that LeRobot
-is installed with torchcodec, with an argument ``av1`` or ``h264``, from the project's root. Statistics, which are not
-read here, are removed."""
+is installed with torchcodec, which looks for FFmpeg's libraries, with an argument ``av1`` or ``h264``, from the
+project's root. Statistics, which are not read here, are removed."""
 
 from __future__ import annotations
 
