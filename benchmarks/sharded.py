@@ -26,6 +26,7 @@ from pipeline.store.layout import Layout
 
 GB = 10**9
 ROW = 165  # bytes of content
+HELD = 224  # bytes that a row takes in memory, with marks and priority
 SAVED, LOADED, ENVS, LENGTH = 4, 3, 64, 200
 ROUNDS = 3
 MILLION = 1_000_000
@@ -71,7 +72,7 @@ def _load(folder: str, port: int, rank: int, size: int, rows: int, name: str, qu
     with _buffer(folder, rows, ranks) as buffer:
         # A virtual machine gives memory that lies idle back to its host, and gets it again at 2 s for 1 GB: so it is
         # taken, and let go, before the clock starts. A copy goes through the kernel's memory, which is there.
-        np.ones(rows * ROW, np.uint8)
+        np.ones(rows * HELD, np.uint8)
         ranks.all("begin")
         begun = time.perf_counter()
         buffer.resume()
