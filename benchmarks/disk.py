@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.store.memory import aligned_memory
+
 BLOCK, LARGE = 1 << 20, 64 << 20
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
@@ -76,7 +78,7 @@ def _sync(handle: int, path: str) -> None:
 
 def read_through(paths: Sequence[str]) -> float:
     """Seconds for reading files through one block of memory: the least that reading can cost."""
-    block = memoryview(bytearray(BLOCK))
+    block = aligned_memory(BLOCK)
     begun = time.perf_counter()
     for path in paths:
         with open(path, "rb", buffering=0) as file:

@@ -28,6 +28,7 @@ from benchmarks.harness import Row, times
 from benchmarks.transitions import GB, MB, ROW, content, filled
 from pipeline import TrajectoryBuffer
 from pipeline.checkpoint import verify
+from pipeline.store.memory import aligned_memory
 from pipeline.tools import merge
 
 COPY, READ = "a plain copy", "reading"
@@ -179,7 +180,7 @@ def _timed(do: Callable[[], object]) -> float:
 
 def _chunks(paths: Sequence[str]) -> Iterator[memoryview]:
     """Yield what is in files, through one block of memory."""
-    block = memoryview(bytearray(disk.BLOCK))
+    block = aligned_memory(disk.BLOCK)
     for path in paths:
         with open(path, "rb", buffering=0) as file:
             while read := file.readinto(block):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from pipeline.checkpoint import lost
+from pipeline.checkpoint.bulk import Scan, Scanned, compare, done, reads_of
 from pipeline.checkpoint.collect import Needs
-from pipeline.checkpoint.generations import Stored, check_listed, find_generations
-from pipeline.checkpoint.manifest import BLOCKS_FILE
+from pipeline.checkpoint.generations import Stored, find_generations
+from pipeline.checkpoint.manifest import BLOCKS_FILE, FileInfo
 from pipeline.checkpoint.retire import needs_of
 from pipeline.checkpoint.survey import identify, without_manifest
 from pipeline.errors import Damaged, ForebayError
 from pipeline.locations import Location
 from pipeline.records import AnyEvent
-from pipeline.store.frames import PAYLOAD, frame_bytes, scan
 from pipeline.store.journal import Logged, payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout, RunFile, segment_key
 from pipeline.store.segments import PayloadReader, Place, SegmentInfo, read_blocks
@@ -68,13 +68,13 @@ def verify(directory: str, *, quick: bool = False, told: Told | None = None) -> 
 
     Every file of every complete generation is compared with its manifest, every record of every journal and segment
     with its checksums, and every payload that a synced event names is looked for. A run that is being written may be
-    checked; what is removed meanwhile may then be reported as missing.
+    checked; what is removed meanwhile may then be reported as missing. Two threads read, each with a block of memory.
 
     Args:
         directory: the run's.
         quick: manifests, journals, sizes, and the headers in segments of what is needed; no payloads, and no checksums
             of the files of generations.
-        told: told of bytes as they are read; :func:`bytes_to_verify` says how many there are.
+        told: told of bytes as they are read, in the thread that calls this; :func:`bytes_to_verify` says of how many.
 
     Raises:
         NotARun: there is no run in it.
@@ -131,8 +131,7 @@ class _Check:
             self.note(path, error, lost.with_manifest(number))
         for folder in without_manifest(self.layout):
             self.unpromised.append(f"{folder}: holds no manifest, so it is no generation: unfinished, or damaged since")
-        for stored in found.complete:
-            self._generation(stored)
+        self._listed_files([(stored, info) for stored in found.complete for info in stored.manifest.files])
         # Segments first: what was read there need not be read again for the events that name it.
         reusable = found.complete[-1].manifest.reusable if found.complete else None
         self._needs = needs_of(found.complete, reusable)
@@ -168,18 +167,21 @@ class _Check:
             offset = error.offset
         self.damages.append(Damage(os.path.relpath(path, self.layout.directory), str(error), offset, what))
 
-    def _generation(self, stored: Stored) -> None:
-        for info in stored.manifest.files:
+    def _listed_files(self, listed: Sequence[tuple[Stored, FileInfo]]) -> None:
+        """Compare the files of generations with what manifests say of them."""
+        reads = [] if self.quick else [reads_of(stored, info) for stored, info in listed]
+        jobs = [each.checksum for part in reads for each in part]
+        checksums = iter(done(jobs, sum(info.bytes for _, info in listed), self.told))
+        for number, (stored, info) in enumerate(listed):
             path = os.path.join(stored.folder, info.path)
             try:
                 if not self.quick:
-                    check_listed(stored, info, told=self.told)
+                    compare(stored, info, reads[number], [next(checksums) for _ in reads[number]])
                 elif (size := _size(path)) != info.bytes:
-                    wrong = Damaged(
+                    raise Damaged(
                         f"{path}: has {size} bytes; the manifest says {info.bytes}",
                         offset=size if size < info.bytes else None,
                     )
-                    self.note(path, wrong, lost.with_file(stored.manifest, info.path))
             except (ForebayError, OSError) as error:
                 self.note(path, error, lost.with_file(stored.manifest, info.path))
 
@@ -250,32 +252,32 @@ class _Check:
 
     def _segments(self, listed: dict[str, SegmentInfo]) -> None:
         there = set(self.layout.list_segments())
+        scans: dict[str, Scan] = {}
+        size = 0
+        for name in sorted(there) if not self.quick else ():
+            path, info = os.path.join(self.layout.segments, name), listed.get(name)
+            promised = info.bytes if info is not None else 0
+            if _size(path) >= promised:
+                scans[name] = Scan(path, self.tag, promised)
+                size += _size(path)
+        found = done([each.scanned for each in scans.values()], size, self.told)
+        scanned = dict(zip(scans, found, strict=True))
         for name in sorted(there | listed.keys()):
             path, info = os.path.join(self.layout.segments, name), listed.get(name)
             promised = info.bytes if info is not None else 0
-            if name not in there or _size(path) < promised:
+            if name in scanned:
+                self._take(path, scanned[name])
+            elif name not in there or _size(path) < promised:
                 has = f"has {_size(path)} bytes" if name in there else "missing"
                 what = f"{path}: {has}; {promised} bytes of it were promised"
                 self.note(path, what, _BY_PAYLOAD, _size(path) if name in there else None)
-            elif not self.quick:
-                self._segment(path, promised)
 
-    def _segment(self, path: str, promised: int) -> None:
-        incarnation, rank, number = segment_key(os.path.basename(path))
-
-        def ended(at: int, left: int) -> None:
-            if left:
-                self.unpromised.append(f"{path}: {left} bytes at its end are a record that a crash cut off")
-
-        try:
-            frames = scan(path, run_tag=self.tag, promised=promised, ended=ended, payloads=False)
-            for offset, header, _ in frames:
-                self.told(frame_bytes(header.length))
-                if header.kind == PAYLOAD:
-                    at = Location(incarnation, rank, number, offset, header.length)
-                    self._whole.add((header.sequence, header.number, at))
-        except (ForebayError, OSError) as error:
-            self.note(path, error, _BY_PAYLOAD)
+    def _take(self, path: str, scanned: Scanned) -> None:
+        self._whole.update(scanned.whole)
+        if scanned.torn:
+            self.unpromised.append(f"{path}: {scanned.torn} bytes at its end are a record that a crash cut off")
+        if scanned.error is not None:
+            self.note(path, scanned.error, _BY_PAYLOAD)
 
 
 def _files(directory: str) -> Iterator[str]:

@@ -38,8 +38,8 @@ def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                 changed.notify_all()
 
     thread = threading.Thread(target=work, name="forebay ahead")
-    thread.start()
     try:
+        thread.start()  # Ctrl-C may come in here too
         while True:
             with changed:
                 changed.wait_for(lambda: made or ended)
@@ -54,4 +54,5 @@ def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
         with changed:
             stopped = True
             changed.notify_all()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()

@@ -1,13 +1,14 @@
 """Reading files through one block of memory, and the crc32c of what is read.
 
 A file that is only to be checked is read into the same block again and again: memory that is new for every piece costs
-more than the reading. The interpreter's lock is free while the disk is waited for.
+more than the reading. The interpreter's lock is free while the disk is waited for, and while a large piece is checked.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -16,8 +17,12 @@ import numpy as np
 
 from pipeline.errors import StoreError
 from pipeline.store.files import plain_handle, size_of
+from pipeline.store.memory import aligned_memory
 
-_BLOCK = 256 << 10  # it stays in the cache of a core
+_BLOCK = 256 << 10
+LARGE_BLOCK = 1 << 20
+"""For files that are read from their beginning to their end: a call for a smaller piece takes longer than it need."""
+_POLYNOMIAL = 0x82F63B78  # of crc32c, its lowest bit first
 
 crc32c = google_crc32c.value
 
@@ -36,6 +41,35 @@ def crc32c_more(checksum: int, chunk: bytes | bytearray | memoryview) -> int:
     return more
 
 
+def crc32c_joined(first: int, second: int, length: int) -> int:
+    """Return the crc32c of two pieces, one behind the other, from those of each; the second is ``length`` long."""
+    return _times(_zeros(length), first) ^ second
+
+
+@lru_cache(maxsize=64)
+def _zeros(length: int) -> tuple[int, ...]:
+    """Return what so many zero bytes make of each bit of a checksum: a matrix over the numbers 0 and 1."""
+    # One zero bit divides by x; of n bytes it is that, 8 n times, by doubling.
+    power: tuple[int, ...] = (_POLYNOMIAL, *(1 << bit for bit in range(31)))
+    result = tuple(1 << bit for bit in range(32))
+    bits = 8 * length
+    while bits:
+        if bits & 1:
+            result = tuple(_times(power, row) for row in result)
+        power = tuple(_times(power, row) for row in power)
+        bits >>= 1
+    return result
+
+
+def _times(matrix: tuple[int, ...], bits: int) -> int:
+    found = 0
+    while bits:
+        lowest = bits & -bits
+        found ^= matrix[lowest.bit_length() - 1]
+        bits ^= lowest
+    return found
+
+
 class Blocks:
     """A file that is read piece by piece, forward for the most part. All methods block.
 
@@ -44,8 +78,13 @@ class Blocks:
         StoreError: it cannot be opened; every method: it cannot be read.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, *, block: int = _BLOCK, told: Callable[[int], None] | None = None) -> None:
+        """Args:
+        path: the file.
+        block: how many bytes are read at a time.
+        told: told of bytes as they are read.
+        """
+        self._path, self._most, self._told = path, block, told
         self._file = plain_handle(path)
         self._block = memoryview(b"")
         self._start = self._end = 0
@@ -65,12 +104,14 @@ class Blocks:
         """Return up to ``most`` bytes at ``offset``, none at the file's end alone; valid until the next call."""
         if not self._start <= offset < self._end:
             if not self._block:
-                self._block = memoryview(bytearray(min(_BLOCK, max(64, size_of(self._file, self._path)))))
+                self._block = aligned_memory(min(self._most, max(64, size_of(self._file, self._path))))
             try:
                 self._start, self._end = offset, offset + os.preadv(self._file, [self._block], offset)
             except OSError as error:
                 self._start = self._end = 0
                 raise StoreError(f"{self._path} at byte {offset}: cannot be read: {error}") from error
+            if self._told is not None:
+                self._told(self._end - self._start)
         at = offset - self._start
         return self._block[at : min(at + most, self._end - self._start)]
 
@@ -125,10 +166,8 @@ class Blocks:
 def crc32c_of_file(path: str, told: Callable[[int], None] | None = None) -> tuple[int, str]:
     """Return a file's size and its crc32c as eight hexadecimal digits; ``told`` is told of the bytes read. Blocks."""
     checksum = size = 0
-    with Blocks(path) as blocks:
-        while len(part := blocks.part(size, _BLOCK)):
+    with Blocks(path, block=LARGE_BLOCK, told=told) as blocks:
+        while len(part := blocks.part(size, LARGE_BLOCK)):
             checksum = crc32c_more(checksum, part)
             size += len(part)
-            if told is not None:
-                told(len(part))
     return size, f"{checksum:08x}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 from pipeline.errors import Damaged, NewerFormat, OtherRun
-from pipeline.store.blocks import Blocks
+from pipeline.store.blocks import LARGE_BLOCK, Blocks
 from pipeline.store.blocks import crc32c as crc32c
 from pipeline.store.blocks import crc32c_more as crc32c_more
 from pipeline.store.blocks import crc32c_of_file as crc32c_of_file
@@ -157,6 +157,7 @@ def scan(
     promised: int = 0,
     ended: Callable[[int, int], None] | None = None,
     payloads: bool = True,
+    told: Callable[[int], None] | None = None,
 ) -> Iterator[Frame]:
     """Yield the whole frames of a file from its beginning to its end, or to the first that is torn.
 
@@ -166,6 +167,7 @@ def scan(
         promised: bytes that a generation counts on; a torn frame before it is damage.
         ended: told at the end where the whole frames end, and how many bytes of a torn one follow.
         payloads: False leaves the payloads of the frames empty; they are checked all the same.
+        told: told of bytes as they are read.
 
     Raises:
         Damaged: a frame is bad before ``promised``, or before a later synced mark.
@@ -173,7 +175,7 @@ def scan(
         NewerFormat: a frame is of a format that this version does not know.
     """
     offset = 0
-    with _open(path) as blocks:
+    with _open(path, told) as blocks:
         size = blocks.size()
         while offset < size:
             frame = _next_frame(blocks, offset, path, payloads)
@@ -196,9 +198,9 @@ def scan(
         ended(offset, max(0, size - offset))  # of the last record, padding alone may be missing
 
 
-def _open(path: str) -> Blocks:
+def _open(path: str, told: Callable[[int], None] | None) -> Blocks:
     try:
-        return Blocks(path)
+        return Blocks(path, block=LARGE_BLOCK, told=told)
     except FileNotFoundError:
         raise Damaged(f"{path}: missing; restore it from a copy") from None
 

@@ -16,6 +16,7 @@ from pipeline.store.blocks import crc32c_more
 from pipeline.store.files import plain_handle, size_of
 from pipeline.store.frames import HEADER_BYTES, PAYLOAD, Header, decode_header
 from pipeline.store.layout import Layout, SegmentKey, segment_key
+from pipeline.store.memory import aligned_memory
 from pipeline.store.segments import Block, SegmentInfo
 
 LEAST_HELD = 16
@@ -127,7 +128,7 @@ class HeldSegments:
         """
         size = HEADER_BYTES + block.length
         if len(self._memory) < size:
-            self._memory = memoryview(bytearray(size))
+            self._memory = aligned_memory(size)
         with self._file(block) as handle:
             raw = self._memory[:size]
             path = self._layout.segment(*block.segment_key)

@@ -1,4 +1,4 @@
-"""How much memory can be had."""
+"""How much memory can be had, and memory that files are read into."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import re
 import sys
 
+import numpy as np
+
+_LINE = 64  # bytes of a line of a processor's cache
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -47,3 +50,11 @@ def _of_group(limit: str, used: str) -> int:
     except (OSError, ValueError):  # no limit reads "max"
         return sys.maxsize
     return max(0, most - now + cached)
+
+
+def aligned_memory(size: int) -> memoryview:
+    """Return so many bytes that begin with a line of the cache: the kernel copies into these up to twice as fast as
+    into what begins within one, as most large memory of the interpreter does."""
+    raw = np.empty(size + _LINE, np.uint8)
+    begin = -raw.ctypes.data % _LINE
+    return raw.data[begin : begin + size]

@@ -9,9 +9,11 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipeline.store.blocks import Blocks, crc32c, crc32c_more, crc32c_of_file
+from pipeline.store.blocks import LARGE_BLOCK, Blocks, crc32c, crc32c_joined, crc32c_more, crc32c_of_file
+from pipeline.store.memory import aligned_memory
 
 BLOCK = 256 << 10
 
@@ -58,13 +60,14 @@ def test_what_a_growing_file_gets_is_found(blocks: Blocks, data: bytes, tmp_path
 
 def test_a_file_of_any_size_is_checked_in_one_block(data: bytes, tmp_path: Path) -> None:
     path = str(tmp_path / "f")
-    for size in (0, 1, 63, BLOCK, BLOCK + 1, len(data)):
+    data = data * (2 * LARGE_BLOCK // len(data) + 1)
+    for size in (0, 1, 63, LARGE_BLOCK, LARGE_BLOCK + 1, len(data)):
         Path(path).write_bytes(data[:size])
         assert crc32c_of_file(path) == (size, f"{crc32c(data[:size]):08x}")
     tracemalloc.start()
     try:
         crc32c_of_file(path)
-        assert tracemalloc.get_traced_memory()[1] < BLOCK + (64 << 10)
+        assert tracemalloc.get_traced_memory()[1] < LARGE_BLOCK + (64 << 10)
     finally:
         tracemalloc.stop()
 
@@ -80,6 +83,34 @@ def test_a_checksum_goes_on_over_any_memory_and_copies_none_of_it(data: bytes) -
         assert tracemalloc.get_traced_memory()[1] < 64 << 10
     finally:
         tracemalloc.stop()
+
+
+def test_the_checksum_of_two_pieces_follows_from_theirs(data: bytes) -> None:
+    for cut in (0, 1, 999, BLOCK, len(data)):
+        assert crc32c_joined(crc32c(data[:cut]), crc32c(data[cut:]), len(data) - cut) == crc32c(data)
+    zeros = 0
+    for _ in range(1 << 12):
+        zeros = crc32c_joined(zeros, crc32c(bytes(1 << 20)), 1 << 20)
+    whole = 0
+    block = bytes(1 << 24)
+    for _ in range(1 << 8):
+        whole = crc32c_more(whole, block)
+    assert zeros == whole  # of 4 GB
+
+
+def test_memory_for_files_begins_with_a_line_of_the_cache() -> None:
+    for size in (1, 64, 65, BLOCK, LARGE_BLOCK):
+        memory = aligned_memory(size)
+        assert memory.nbytes == size
+        assert np.frombuffer(memory, np.uint8).ctypes.data % 64 == 0
+
+
+def test_bytes_are_told_once_as_they_are_read(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(data)
+    told: list[int] = []
+    with Blocks(str(tmp_path / "f"), block=1000, told=told.append) as blocks:
+        assert blocks.checksum(0, len(data)) == crc32c(data)
+    assert (max(told), sum(told)) == (1000, len(data))
 
 
 def test_where_the_checksum_is_not_compiled_it_is_the_same(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,3 +47,18 @@ def test_who_leaves_early_leaves_no_thread() -> None:
     assert threading.active_count() == before + 1
     gone_through.close()
     assert threading.active_count() == before
+
+
+def test_ctrl_c_while_the_thread_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    gone_through = ahead(iter(range(10**9)))
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(gone_through)
+    assert threading.active_count() == before
