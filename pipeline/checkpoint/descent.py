@@ -7,10 +7,11 @@ known of which it came, and by which splits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from pipeline.checkpoint.generations import find_generations
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.errors import ForebayError
 from pipeline.store.layout import Layout, Way
@@ -58,15 +59,29 @@ def distinct(ways: Iterable[Way]) -> list[Way]:
 
 
 def _listed(layout: Layout, manifest: Manifest) -> list[Way]:
-    """Return what the marker lists; or, of one that an earlier version wrote or that is damaged, what the generation
-    says."""
+    """Return what the marker lists; or, if an earlier version wrote it, or it is damaged or gone, what generations say:
+    the first one does, as long as it is there."""
     try:
         run = layout.read_run()
     except ForebayError:
         run = None
     if run is not None and run.made_of:
         return list(run.made_of)
-    having = [part for part in manifest.made_of if part.units or not keeps_ids(manifest)]
-    found = [Way(run_id=part.run_id, directory=part.directory, named=part.name) for part in having]
+    return distinct(way for each in (manifest, *_others(layout, manifest)) for way in _said(each))
+
+
+def _others(layout: Layout, manifest: Manifest) -> list[Manifest]:
+    try:
+        return [each.manifest for each in find_generations(layout, manifest.run_id).complete]
+    except ForebayError:  # whoever reads them says so
+        return []
+
+
+def _said(manifest: Manifest) -> Iterator[Way]:
+    """Yield what a generation says."""
+    for part in manifest.made_of:
+        if part.units or not keeps_ids(manifest):
+            yield Way(run_id=part.run_id, directory=part.directory, named=part.name)
     origin = manifest.origin.partition("/")[0]
-    return distinct([*found, *([Way(run_id=origin)] if origin else [])])
+    if origin:
+        yield Way(run_id=origin)

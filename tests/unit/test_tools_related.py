@@ -316,6 +316,40 @@ def test_what_an_earlier_version_made(world: World) -> None:
     world.apart(one, other)
 
 
+@pytest.mark.parametrize("harm", ["damaged", "missing"])
+def test_a_salvage_of_a_run_whose_marker_is_gone(world: World, harm: str) -> None:
+    """What the marker said is in the manifest of the first generation, though a process has gone on since."""
+    m = world.merged("m", world.a, world.b)
+    go_on(m, 6)
+    if harm == "damaged":
+        (m / "run.json").write_text("{")
+    else:
+        (m / "run.json").unlink()
+    v = world.salvaged("v", m)
+    marker = Layout(str(v)).read_run()
+    assert marker is not None
+    assert [way.directory for way in marker.made_of] == [str(m), str(world.a), str(world.b)]
+    world.related(v, world.a, match=rf"runs: {v} was made of {world.a}")
+    world.related(v, world.b)
+    world.apart(v, begin(world.folder / "c", 5))
+
+
+def test_a_salvage_of_a_pipeline_whose_marker_is_gone(tmp_path: Path) -> None:
+    a, m, v = (tmp_path / name for name in "amv")
+    with make(a).sync() as pipe:
+        with pipe.weight_update(version=pipe.resume().version):
+            pass
+        pipe.start()
+        for number in range(3):
+            pipe.put("one", [Rollout({"n": [number]}, reward=float(number)) for _ in range(2)])
+    merge([a], m)
+    got(m, 3)  # a process has gone on with it
+    (m / "run.json").unlink()
+    salvage_run(m, v)
+    with pytest.raises(ConfigError, match=f"{v} was made of {a}"):
+        merge([v, a], tmp_path / "out")
+
+
 def test_a_marker_of_a_run_that_no_tool_made_is_as_ever(world: World) -> None:
     assert list(json.loads((world.a / "run.json").read_text())) == ["kind", "format_version", "run_id"]
     (way,) = Layout(str(world.merged("m", world.a))).read_run().made_of  # type: ignore[union-attr]
