@@ -343,7 +343,8 @@ def test_a_salvage_of_a_pipeline_whose_marker_is_gone(tmp_path: Path) -> None:
         for number in range(3):
             pipe.put("one", [Rollout({"n": [number]}, reward=float(number)) for _ in range(2)])
     merge([a], m)
-    got(m, 3)  # a process has gone on with it
+    with make(m, keep=None).sync() as pipe:  # a process goes on with it
+        pipe.resume()
     (m / "run.json").unlink()
     salvage_run(m, v)
     with pytest.raises(ConfigError, match=f"{v} was made of {a}"):
