@@ -172,9 +172,9 @@ class RankSaverOf(SaverOf[P, F]):
         def first() -> list[Any] | None:
             nonlocal chosen
             chosen = choose(step, like)
-            return (
-                None if chosen is None else [chosen[0].manifest.generation, chosen[0].manifest.checksum, self._newest]
-            )
+            if chosen is None:
+                return None
+            return [chosen[0].manifest.generation, chosen[0].manifest.checksum, self._newest, self._left]
 
         told = self._speaking.of_first("resume from", first)
         if self.ranks.first:
@@ -182,7 +182,7 @@ class RankSaverOf(SaverOf[P, F]):
         self._check_first(like)
         if told is None:
             return None
-        number, checksum, self._newest = told
+        number, checksum, self._newest, self._left = told
         found = store.find()
         for stored in found.complete:
             if (stored.manifest.generation, stored.manifest.checksum) == (number, checksum):

@@ -6,7 +6,6 @@ only rank.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +26,7 @@ from pipeline.replay.assembling import Assembled
 from pipeline.replay.episode_ids import EpisodeTable, prefix_of
 from pipeline.replay.loading import Lost, Read, check_columns
 from pipeline.replay.moving import Mover, Wanted, extras_named
+from pipeline.replay.numbering import name_of
 from pipeline.replay.parts import check_order, check_sharing, tag_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.shards import Listed, ShardOnDisk, Shares, common_schema, part_of, read_shards, share_out
@@ -147,8 +147,7 @@ class Moving:
         """Return what names the keys that rows have now: another generation, another plan or other rows give another
         name, and the same ones the same."""
         gone = [each.rank for each in self._gone]
-        said = [self._stored.manifest.checksum, shares.plan.digest(), gone, self._came]
-        return hashlib.blake2b(msgspec.json.encode(said), digest_size=8).hexdigest()
+        return name_of([self._stored.manifest.checksum, shares.plan.digest(), gone, self._came])
 
     def _planned(self, *, rebalance: bool, evict: bool) -> tuple[list[ShardOnDisk], Shares]:
         planned: list[tuple[list[ShardOnDisk], Shares]] = []

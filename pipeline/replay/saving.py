@@ -23,6 +23,7 @@ from pipeline.replay.gate import Gate
 from pipeline.replay.incomplete import counts, settled
 from pipeline.replay.job import SaveJob, merged_from
 from pipeline.replay.loading import Lost, Read, read
+from pipeline.replay.numbering import left_behind, numbered_after
 from pipeline.replay.parts import Parts, check_sharing, restore, state_of, tag_of, values_of
 from pipeline.replay.pooling import PoolJob, assign_places
 from pipeline.replay.rooms import Room
@@ -108,6 +109,7 @@ class SaverOf(Generic[P, F]):
         self._ready = self._closed = False
         self._unknown: dict[str, Any] = {}
         self._newest = True  # whether what is resumed is the newest generation
+        self._left = ""  # what names the line that is left, where it is not
         self._saving: Saving | None = None
         self._thread: threading.Thread | None = None
         self.loading = Loading()
@@ -291,7 +293,7 @@ class SaverOf(Generic[P, F]):
                 choose(found, step, store.folder.layout.directory)
             return None
         stored = choose(found, step, store.folder.layout.directory)
-        self._newest = stored is found.complete[-1]
+        self._newest, self._left = stored is found.complete[-1], left_behind(stored, found)
         return stored, found
 
     def _check_first(self, like: Any) -> None:
@@ -481,6 +483,7 @@ class Saver(SaverOf[Parts, Read]):
         if state.selection != own:
             store.log.warning(events.TASK_CHANGED, what="select", before=state.selection, now=own)
         self.stale_updates = state.stale_updates
+        parts.ring.numbered = numbered_after(state.numbered, self._left)
         self.adopt(found)
         if parts.ring.storage.unread is not None:
             store.leave_unread(found.stored)

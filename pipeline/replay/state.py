@@ -66,7 +66,7 @@ class BufferState(msgspec.Struct, kw_only=True):
     """How many processes have joined a shared buffer."""
     numbered: str = ""
     """What tells how the rows are numbered from how they had been before: a resume that leaves rows out, or brings them
-    to other ranks, gives them other keys. Empty: none has."""
+    to other ranks, gives them other keys; one that goes back behind some, theirs to others. Empty: none has."""
 
     @property
     def schema(self) -> Schema | None:

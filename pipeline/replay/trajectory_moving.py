@@ -21,6 +21,7 @@ from pipeline.observe import events
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.loading import Lost
 from pipeline.replay.moving import part_to_read
+from pipeline.replay.numbering import name_of
 from pipeline.replay.rank_store import RankStore
 from pipeline.replay.saving import Loading
 from pipeline.replay.shards import Shares, share_out
@@ -66,6 +67,7 @@ class TrajectoryMoving:
     ) -> None:
         self._store, self._ranks, self._options, self._loading = store, ranks, options, loading
         folder = store.folder
+        self._came: list[Any] = []  # what tells, on all ranks alike, which trajectories came
         self._reading = Reading(folder.layout, folder.tag, room, "lazy" if loading.lazily else "full")
 
     def as_it_was(self, shard: Stored) -> Had:
@@ -116,6 +118,7 @@ class TrajectoryMoving:
             total_samples=shares.rows[ranks.rank],
             trajectory_counter=end,
             generator=generator_state(rng),
+            numbered=name_of([stored.manifest.checksum, shares.plan.digest(), self._came]),
         )
         read_ = ReadTrajectories(stored, state, shards[0].unknown, {}, found[0], [], lost)
         return Had(read_, table._replace(number=np.arange(end - len(infos), end)))
@@ -159,6 +162,7 @@ class TrajectoryMoving:
             sum(each.episodes for each in gone) + len(found),
             (*(f"{stored.folder}/shards/{each.rank:04d}" for each in gone), *sorted({path for *_, path in found})),
         )
+        self._came = [[each.rank for each in gone], sorted([shard, place] for shard, place, _ in found)]
         if lost.files:
             tell_lost(self._store.log, stored, lost)
         return [shard.without(places) for shard, places in zip(shards, hurt, strict=True)], lost

@@ -12,6 +12,7 @@ from pipeline.config import TrajectoryOptions
 from pipeline.errors import Damaged
 from pipeline.replay.gate import Gate
 from pipeline.replay.job import SaveJob
+from pipeline.replay.numbering import numbered_after
 from pipeline.replay.saving import SaverOf
 from pipeline.replay.shelf import Shelf
 from pipeline.replay.shelving import Shelving, TrajectoryJob
@@ -31,6 +32,8 @@ class TrajectoryParts:
         rank: whose; each draws from a stream of its own. None: there are no ranks.
         """
         self.shelf = Shelf(0)
+        self.numbered = ""
+        """What tells how trajectories are numbered from how they had been, if a resume has changed that."""
         seeds = [options.seed, 0] if rank is None else [options.seed, 0, rank]
         self.rng = np.random.Generator(np.random.PCG64(seeds))
         self.window = options.sample_window_size
@@ -52,6 +55,7 @@ class TrajectoryParts:
             sample_window_size=self.window,
             generator=generator_state(self.rng),
             weights=list(shelf.weights),
+            numbered=self.numbered,
         )
 
 
@@ -87,6 +91,7 @@ class TrajectorySaver(SaverOf[TrajectoryParts, ReadTrajectories]):
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{found.stored.folder}: the buffer's state does not fit together ({error!r})") from None
         parts.shelf = found.shelf
+        parts.numbered = numbered_after(found.state.numbered, self._left)
         self.adopt(found)
 
     def _job(self, parts: TrajectoryParts) -> SaveJob:

@@ -35,6 +35,9 @@ class TrajectoryState(msgspec.Struct, kw_only=True):
     """The state of numpy's PCG64; its 128 bit words in hexadecimal."""
     weights: list[str] = []
     """Names of weights, to which the values ``model_weights_id`` point."""
+    numbered: str = ""
+    """What tells how trajectories are numbered from how they had been before: a resume that leaves some out, brings
+    them to other ranks, or goes back behind others gives their numbers to others. Empty: none has."""
 
     @property
     def schema(self) -> Schema | None:

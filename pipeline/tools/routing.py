@@ -30,7 +30,7 @@ from pipeline.tools.output import Output, Outputs, Told
 from pipeline.tools.played_runs import EveryItem, PlayedRun
 from pipeline.tools.playing import Playing
 from pipeline.tools.related import Descent, Read
-from pipeline.tools.sources import Source, identity, in_order, left_out_of
+from pipeline.tools.sources import OTHERS, Source, identity, in_order, left_out_of
 from pipeline.tools.writing import RowsWriter
 
 Ints = np.ndarray
@@ -398,7 +398,7 @@ def _twice(streams: Sequence[RowsOnDisk], which: MadeOf, key: int) -> str:
     where = ", ".join(dict.fromkeys(having))
     return (
         f"runs: the row {key} of {name} is in several of {where}: they are copies or parts of one run that have it in "
-        "common. Leave one of them out"
+        f"common. Leave one of them out{OTHERS}"
     )
 
 

@@ -75,6 +75,7 @@ class Shelved:
         self.state, self.unknown, self.infos, self.blocks = listed.state, listed.unknown, listed.infos, listed.blocks
         of_ranks = source.kind == TRAJECTORY_SHARDS
         own = source.part(listed.rank) if of_ranks else source.part()
+        own = msgspec.structs.replace(own, numbered=listed.state.numbered)
         self.where = where_of(source, own)
         made = not of_ranks and PART_FILE in {info.path for info in source.stored.manifest.files}
         self.parts: list[MadeOf] = list(source.stored.manifest.made_of) if made else [own]

@@ -40,6 +40,12 @@ KINDS = {
 }
 
 
+OTHERS = (
+    "; or, if the run had gone back to an older generation (resume(step=)) in between, so that these are not the same, "
+    "salvage one of them, which gives what is in it ids of its own, and merge that with allow_related=True "
+    "(--allow-related)"
+)
+"""What to do where one id may be of two things: an earlier version did not note that a run had gone back."""
 _OF_ONE = {SHARDS: REPLAY, PIPELINE_RANKS: PIPELINE, TRAJECTORY_SHARDS: TRAJECTORIES}
 
 
@@ -193,7 +199,7 @@ def named(unit: str, runs: Sequence[Naming]) -> Named:
         raise ConfigError(
             f"runs: {unit} {found.number[twice[0]]} of run {which.run_id} ({which.directory}) is in each of "
             f"{', '.join(sorted(having))}: they are copies or parts of one run that have it in common. Leave one of "
-            "them out",
+            f"them out{OTHERS}",
             option="runs",
         )
     return found

@@ -261,6 +261,88 @@ def test_what_was_split_off_before_rows_were_lost(world: World) -> None:
     world.related(new, run)
 
 
+def go_back(run: Path, step: int, number: int) -> None:
+    """Have a process go on from an older generation, add to that and save it."""
+    with ReplayBuffer(100, directory=run, seed=1, keep=None) as buffer:
+        buffer.resume(step=step)
+        add(buffer, number)
+        buffer.save(step + 1, wait=True)
+
+
+def kept(directory: Path) -> Path:
+    """Two generations, both of which stay."""
+    with ReplayBuffer(100, directory=directory, seed=1, keep=None) as buffer:
+        buffer.resume()
+        for number in (1, 2):
+            add(buffer, number)
+            buffer.save(number, wait=True)
+    return directory
+
+
+def test_what_was_split_off_before_the_run_went_back(world: World) -> None:
+    """The keys of what the old line had after that are those of other rows now."""
+    run = kept(world.folder / "run")
+    old, rest = world.split("old", run)
+    copy = world.folder / "copy"
+    shutil.copytree(run, copy)
+    go_back(run, 1, 3)
+    for each in (old, rest, copy):
+        world.related(each, run)
+    both = merge([rest, run], world.folder / "both", allow_related=True)
+    found = held(Path(both.directory))
+    assert set(found) >= {*range(200, 212), *range(300, 312)}
+    new, more = world.split("new", run)
+    world.apart(new, more)
+    world.refused(new, run, match="are copies or parts of one run")
+    go_back(run, 1, 4)
+    world.related(more, run)  # once more
+
+
+def test_going_on_from_the_newest_is_not_going_back(world: World) -> None:
+    run = kept(world.folder / "run")
+    old, _ = world.split("old", run)
+    go_back(run, 2, 3)
+    world.refused(old, run, match="are copies or parts of one run")
+
+
+def test_what_was_split_off_before_ranks_went_back(world: World) -> None:
+    r = world.resharded("r", world.a)
+
+    def more(number: int, step: int | None) -> Callable[[Ranks], None]:
+        def play(ranks: Ranks) -> None:
+            with ReplayBuffer(100, directory=r, ranks=ranks, seed=1, keep=None) as buffer:
+                buffer.resume(step=step)
+                add(buffer, number + ranks.rank)
+                buffer.save(number, wait=True)
+
+        return play
+
+    fine(on_ranks(2, more(20, None)))
+    fine(on_ranks(2, more(30, None)))
+    old, rest = world.split("old", r)
+    fine(on_ranks(2, more(40, 20)))
+    world.related(old, r)
+    world.related(rest, r)
+    new, more_of_it = world.split("new", r)
+    world.apart(new, more_of_it)
+    world.refused(new, r, match="are copies or parts of one run")
+
+
+def test_what_an_earlier_version_had_not_noted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a run has gone back: what the message says to do helps."""
+    run = kept(world.folder / "run")
+    _, rest = world.split("old", run)
+    monkeypatch.setattr("pipeline.replay.saving.left_behind", lambda stored, found: "")
+    go_back(run, 1, 3)
+    world.refused(
+        rest, run, match=r"are copies or parts of one run .*resume\(step=\).* salvage one of them, which gives"
+    )
+    v = world.salvaged("v", rest)
+    world.related(v, run)
+    merge([v, run], world.folder / "both", allow_related=True)
+    assert set(held(world.folder / "both")) >= {*range(200, 212), *range(300, 312)}
+
+
 def test_what_was_split_off_before_a_resume_dropped_rows(world: World) -> None:
     def live(number: int) -> None:
         with ReplayBuffer(100, directory=world.a, seed=1, incomplete="drop") as buffer:

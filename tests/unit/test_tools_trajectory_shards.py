@@ -265,3 +265,70 @@ def test_inspect_shows_the_ranks_whose_shards_can_be_read_and_what_is_theirs(
     assert any(str(path) in note for note in found.notes)
     assert main(["inspect", str(tmp_path / "a")]) in (0, 1)
     assert re.search(r"^  own +mine, of each rank$", capsys.readouterr().out, re.MULTILINE)
+
+
+def related(one: Path, other: Path, out: Path) -> None:
+    """Refused by what is known of where they came from, and merged where that is said."""
+    for order in ((one, other), (other, one)):
+        with pytest.raises(ConfigError, match=r"would be there twice\. Leave one of them out; or, .*--allow-related"):
+            merge(order, out)
+    units = sum(merge([each], out, dry_run=True).units for each in (one, other))
+    assert merge([one, other], out, allow_related=True).units == units
+    shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("what", ["a byte of a payload", "a shard is gone"])
+def test_what_was_split_off_before_trajectories_were_lost(tmp_path: Path, what: str) -> None:
+    """Those that are left have other numbers then, under which others had been."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    save_some(run, 2)
+    shutil.copytree(run, tmp_path / "copy")
+    split(run, [tmp_path / "old", tmp_path / "rest"], count=5)
+    damage(what, run)
+    go_on(run, 2, 2, allow_partial=True)
+    for name in ("old", "rest", "copy"):
+        related(tmp_path / name, run, out)
+    split(run, [tmp_path / "new", tmp_path / "more"], count=5)
+    assert merge([tmp_path / "new", tmp_path / "more"], out).units == sum(len(each.infos) for each in on_disk(run))
+    with pytest.raises(ConfigError, match="copies or parts of one run"):
+        merge([tmp_path / "new", run], tmp_path / "no")
+
+
+def test_what_was_split_off_before_other_ranks_had_the_trajectories(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_some(run, 2)
+    split(run, [tmp_path / "old", tmp_path / "rest"], count=5)
+    go_on(run, 2, 2)
+    with pytest.raises(ConfigError, match="copies or parts of one run"):  # as many ranks: every one has its number
+        merge([tmp_path / "old", run], tmp_path / "no")
+    go_on(run, 3, 3)
+    related(tmp_path / "old", run, tmp_path / "out")
+    related(tmp_path / "rest", run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_what_was_split_off_before_the_run_went_back(tmp_path: Path, size: int) -> None:
+    """``size``: how many ranks; 0: one process without."""
+    run = tmp_path / "run"
+
+    def live(step: int, back: int | None = None) -> None:
+        def train(ranks: Ranks | None) -> None:
+            with TrajectoryBuffer(directory=run, ranks=ranks, keep=None) as buffer:
+                buffer.resume(step=back)
+                first = 10 * step + (100 * ranks.rank if ranks else 0)
+                buffer.add_trajectories([trajectory(n, 1 + n % 5, 1 + n % 3) for n in range(first, first + 3)])
+                buffer.save(step, wait=True)
+
+        if size:
+            fine(on_ranks(size, train))
+        else:
+            train(None)
+
+    live(1)
+    live(2)
+    split(run, [tmp_path / "old", tmp_path / "rest"], count=3)
+    live(3, back=1)
+    related(tmp_path / "old", run, tmp_path / "out")
+    related(tmp_path / "rest", run, tmp_path / "out")
+    merge([tmp_path / "rest", run], tmp_path / "both", allow_related=True)
+    assert {*range(20, 23), *range(30, 33)} <= set(load(tmp_path / "both"))
