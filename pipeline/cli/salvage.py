@@ -11,8 +11,9 @@ import msgspec
 
 from pipeline.checkpoint.losses import Loss, Salvaged
 from pipeline.checkpoint.verify import bytes_to_verify
-from pipeline.cli.terminal import Terminal, aside, make_parser, run_command
+from pipeline.cli.terminal import Terminal, make_parser, run_command
 from pipeline.cli.words import counted
+from pipeline.tools.output import Outputs
 from pipeline.tools.salvaging import (
     SalvagedBuffer,
     SalvagedRows,
@@ -22,6 +23,7 @@ from pipeline.tools.salvaging import (
     salvage_run,
 )
 from pipeline.tools.salvaging_episodes import SalvagedEpisodes
+from pipeline.tools.target import find_target
 
 DONE = 0
 DESCRIPTION = """\
@@ -67,8 +69,13 @@ def _run(given: Any) -> int:
 
 
 def _salvaged(out: Terminal, given: Any) -> Salvaged | SalvagedBuffer:
-    with aside(given.out) as part, out.progress(bytes_to_verify(given.run), "salvage") as advance:
-        return salvage_run(given.run, part, step=given.step, told=advance, called=given.out)
+    find_target(given.run)  # what is no run is refused before a folder is made
+    outputs = Outputs([given.out], "salvage")
+    outputs.check([given.run])
+    with outputs, out.progress(bytes_to_verify(given.run), "salvage") as advance:
+        found = salvage_run(given.run, outputs.each[0].folder, step=given.step, told=advance, called=given.out)
+        outputs.finish()
+    return found
 
 
 def _rehearsed(out: Terminal, given: Any) -> Salvaged | SalvagedBuffer:

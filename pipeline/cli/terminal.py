@@ -20,8 +20,6 @@
 - All text goes through :func:`~pipeline.cli.words.printable`: what a file holds cannot steer a terminal.
 - :func:`run_command` prints an error of the library as one line on stderr and returns 1, or 2 if an argument was
   refused or no run is there; Ctrl-C gives 130, and a reader that went away (``| head``) ends the command quietly.
-- :func:`aside` gives a path beside an output to write to, and puts it in its place at the end: an error or Ctrl-C
-  leaves nothing.
 
 Numbers as words (``counted``, ``in_bytes``, ``in_time``, ``number``) are in :mod:`pipeline.cli.words`.
 """
@@ -31,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -198,31 +195,3 @@ def make_parser(name: str, description: str, example: str, exits: str) -> argpar
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.strip().splitlines())
-
-
-@contextmanager
-def aside(target: str) -> Iterator[str]:
-    """Give the body a path to write an output to, a file or a folder, and put that in its place when the body is done.
-    If it fails or is interrupted, what it wrote is removed, and ``target`` is as it was.
-
-    Raises:
-        ConfigError: something is there that would be replaced. An empty folder may be.
-    """
-    target = os.path.abspath(target)
-    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-        raise ConfigError.of("OUT", target, "it is there already, and is not written over")
-    part = target + ".part"
-    if os.path.lexists(part):
-        raise ConfigError.of("OUT", target, f"{part} is there, which another command writes, or a killed one left")
-    try:
-        yield part
-        if os.path.isdir(target):
-            os.rmdir(target)
-        os.rename(part, target)
-    except BaseException:
-        if os.path.isdir(part) and not os.path.islink(part):
-            shutil.rmtree(part, ignore_errors=True)
-        else:
-            with suppress(FileNotFoundError):
-                os.unlink(part)
-        raise

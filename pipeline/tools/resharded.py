@@ -11,7 +11,8 @@ import msgspec
 
 from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.generations import GenerationWriter
-from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, Manifest, ShardInfo
+from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, TRAJECTORY_SHARDS, Manifest, ShardInfo
+from pipeline.errors import ConfigError
 from pipeline.replay.state import BufferState, read_buffer_state
 from pipeline.store.layout import Layout
 from pipeline.store.segments import SegmentInfo
@@ -50,9 +51,15 @@ def own_left(source: Source) -> dict[str, str]:
     return {f"{OWN_FOLDER}/{name}.safetensors": why for name in sorted(own)}
 
 
-def as_it_was(source: Source, outputs: Outputs, *, dry_run: bool, told: Told | None) -> Made:
-    """Write a run for as many ranks as it is of: each keeps its shard."""
+def as_it_was(source: Source, outputs: Outputs, capacity: int | None, *, dry_run: bool, told: Told | None) -> Made:
+    """Write a run for as many ranks as it is of: each keeps its shard.
+
+    Raises:
+        ConfigError: one of them has no room for that.
+    """
     before, pools = source.stored.manifest, [state for state in _states(source) if state.remove != "fifo"]
+    if capacity is not None:
+        _check_room(source, capacity, pools)
     total = sum(info.live if info.live >= 0 else info.bytes for info in before.segments)
 
     def made(directory: str, run_id: str = "", linked: int = 0) -> Made:
@@ -91,6 +98,29 @@ def as_it_was(source: Source, outputs: Outputs, *, dry_run: bool, told: Told | N
         layout.write_marker(output.files, run)
         outputs.finish()
     return made(output.directory, run.run_id, linked)
+
+
+def _check_room(source: Source, capacity: int, pools: Sequence[BufferState]) -> None:
+    how = (
+        "as many ranks as before keep what they have. Leave it out, or share out anew with rebalance=True (--rebalance)"
+    )
+    for each in pools:
+        if each.capacity != capacity:
+            raise ConfigError.of(
+                "capacity", capacity, f"{source.directory}: was saved with capacity={each.capacity}, and {how}"
+            )
+    counts = [
+        each.episodes if source.kind == TRAJECTORY_SHARDS else each.held for each in source.stored.manifest.shards
+    ]
+    for shard, count in zip(source.stored.manifest.shards, counts, strict=True):
+        if count > capacity:
+            what = "trajectories" if source.kind == TRAJECTORY_SHARDS else "rows"
+            raise ConfigError.of(
+                "capacity",
+                capacity,
+                f"{source.directory}: rank {shard.rank} has {count} {what}, and {how}; with evict_oldest=True "
+                "(--evict-oldest) the oldest go",
+            )
 
 
 def segments_told(infos: Sequence[SegmentInfo], told: Told | None) -> Callable[[int], None]:

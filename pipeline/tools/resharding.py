@@ -81,8 +81,10 @@ def reshard(
         out: where the new run goes; absent or empty.
         to: how many ranks there will be.
         step: take the newest generation of this step.
-        capacity: of a buffer: how many rows, or trajectories, a rank has room for; None: for all that come to it.
-        evict_oldest: of a buffer: whether the oldest episodes, or trajectories, go where there is no room for all.
+        capacity: of a buffer: how many rows, or trajectories, a rank has room for; None: for all that come to it. As
+            many ranks as before must have room for what they have.
+        evict_oldest: of a buffer: whether the oldest episodes, or trajectories, go where there is no room for all, when
+            everything is shared out anew.
         rebalance: whether everything is shared out anew though there are as many ranks as before.
         dry_run, told, files: as :func:`~pipeline.tools.merge` takes them.
 
@@ -116,7 +118,7 @@ def _reshard_rows(
     told: Told | None,
 ) -> Made:
     if source.kind == SHARDS and source.stored.manifest.world_size == to and not rebalance:
-        return as_it_was(source, outputs, dry_run=dry_run, told=told)
+        return as_it_was(source, outputs, capacity, dry_run=dry_run, told=told)
     job = Job(source, _shards(source), to, capacity, rebalance=rebalance, evict=evict)
     return job.told(outputs.each[0].directory) if dry_run else job.made(outputs, told)
 

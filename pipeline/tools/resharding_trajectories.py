@@ -52,7 +52,7 @@ def reshard_trajectories(
     shards = trajectories_on_disk(source)
     _check_there(source, shards)
     if source.kind == TRAJECTORY_SHARDS and source.stored.manifest.world_size == to and not rebalance:
-        return as_it_was(source, outputs, dry_run=dry_run, told=told)
+        return as_it_was(source, outputs, capacity, dry_run=dry_run, told=told)
     job = _Job(source, shards, to, capacity, rebalance=rebalance, evict=evict)
     if dry_run:
         return job.told(outputs.each[0].directory, linked=job.bytes)

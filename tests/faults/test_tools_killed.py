@@ -7,6 +7,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from pipeline import TrajectoryBuffer
 from pipeline.checkpoint import verify
+from pipeline.cli import main
 from pipeline.errors import Locked, StoreError
 from pipeline.store.files import FilesLike
 from pipeline.testing import RecordingFiles, Replay
@@ -204,3 +207,55 @@ def test_killed_with_sigkill(tmp_path: Path, source: Path) -> None:
     merges(source, tmp_path, None)
     check_whole(tmp_path / "m")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+SALVAGE = """
+import os, signal, sys
+from pipeline.cli import main
+from pipeline.tools import output
+
+def die(*given):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+place, name = sys.argv[1].split(".")
+setattr(getattr(output, place), name, die)
+main(["salvage", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.parametrize("when", ["GenerationWriter.commit", "Output.finish"])
+def test_a_salvage_killed_with_sigkill(tmp_path: Path, source: Path, when: str) -> None:
+    """As of the other tools: what it leaves is no run, and the next one for the same place removes it."""
+    run, out = str(source / "a"), tmp_path / "v"
+    before = digest(source)
+    left = subprocess.run([sys.executable, "-c", SALVAGE, when, run, str(out)], capture_output=True, timeout=100)
+    assert left.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["v.part"]
+    assert main(["merge", run, "--out", str(tmp_path / "v")]) == 0  # whichever tool it is
+    shutil.rmtree(out)
+    subprocess.run([sys.executable, "-c", SALVAGE, when, run, str(out)], capture_output=True, timeout=100)
+    assert main(["salvage", run, str(out)]) == 0
+    check_whole(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["v"]
+    assert digest(source) == before
+
+
+def test_a_salvage_of_what_another_process_is_making(tmp_path: Path, source: Path, capsys: Any) -> None:
+    output = Output(str(tmp_path / "v"), "salvage")
+    output.begin()
+    assert main(["salvage", str(source / "a"), str(tmp_path / "v")]) == 1
+    assert "v.part" in capsys.readouterr().err
+    output.abandon()
+    assert main(["salvage", str(source / "none"), str(tmp_path / "deep" / "v")]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_salvage_does_not_touch_what_is_not_its_own(tmp_path: Path, source: Path, capsys: Any) -> None:
+    (tmp_path / "v.part").mkdir()
+    (tmp_path / "v.part" / "mine").write_text("mine")
+    assert main(["salvage", str(source / "a"), str(tmp_path / "v")]) == 2
+    assert "Move it away" in capsys.readouterr().err
+    assert (tmp_path / "v.part" / "mine").read_text() == "mine"
+    (tmp_path / "w").write_text("mine")
+    assert main(["salvage", str(source / "a"), str(tmp_path / "w")]) == 2
+    assert (tmp_path / "w").read_text() == "mine"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.cli.tables import table_lines
-from pipeline.cli.terminal import Terminal, aside, make_parser, run_command
+from pipeline.cli.terminal import Terminal, make_parser, run_command
 from pipeline.cli.words import counted, in_bytes, in_time, number, printable, shortened, width_of, wrapped
 from pipeline.errors import ConfigError, Damaged, NotARun
 from tests.support.terminals import at_a_terminal, piped
@@ -208,38 +206,3 @@ class TestCommands:
             "What it does.\n\noptions:\n  -h, --help  show this help message and exit\n\n"
             "example:\n  forebay any runs/a\n\nexit codes:\n  0  it is done\n  1  it is not\n"
         )
-
-
-class TestAside:
-    def test_what_was_written_appears_at_the_end(self, tmp_path: Path) -> None:
-        target = tmp_path / "out"
-        target.mkdir()  # an empty folder may be there
-        with aside(str(target)) as part:
-            os.mkdir(part)
-            (Path(part) / "file").write_text("content")
-            assert not list(target.iterdir())
-        assert (target / "file").read_text() == "content"
-        assert os.listdir(tmp_path) == ["out"]
-
-    @pytest.mark.parametrize("folder", [True, False])
-    @pytest.mark.parametrize("error", [KeyboardInterrupt(), Damaged("cut")])
-    def test_a_failure_leaves_nothing(self, tmp_path: Path, folder: bool, error: BaseException) -> None:
-        def fail() -> None:
-            with aside(str(tmp_path / "out")) as part:
-                if folder:
-                    os.mkdir(part)
-                    (Path(part) / "file").write_text("half")
-                else:
-                    Path(part).write_text("half")
-                raise error
-
-        with pytest.raises(type(error)):
-            fail()
-        assert os.listdir(tmp_path) == []
-
-    @pytest.mark.parametrize("name", ["out", "out.part"])
-    def test_what_is_there_is_not_written_over(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / name).write_text("mine")
-        with pytest.raises(ConfigError, match=r"out"), aside(str(tmp_path / "out")):
-            pytest.fail("it must be refused before anything is written")
-        assert (tmp_path / name).read_text() == "mine"

@@ -452,6 +452,11 @@ def test_room(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="capacity=20"):
         reshard(tmp_path / "a", tmp_path / "b", 2, capacity=20)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    hows: list[dict[str, Any]] = [{}, {"evict_oldest": True}]
+    for how in hows:  # as many ranks keep what they have
+        with pytest.raises(ConfigError, match=rf"capacity=20: .* was saved with capacity={CAPACITY}, .*--rebalance"):
+            reshard(tmp_path / "a", tmp_path / "b", 3, capacity=20, **how)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
     found = reshard(tmp_path / "a", tmp_path / "b", 2, capacity=20, evict_oldest=True)
     assert found.shards == [20, 20]
     assert "oldest" in found.left_out["rows"]

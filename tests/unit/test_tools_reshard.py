@@ -89,6 +89,21 @@ def test_as_many_ranks_keep_every_bit_and_segments_are_linked(tmp_path: Path) ->
     assert resumed(tmp_path / "c", 2, CURRENT) == resumed(tmp_path / "a", 2, CURRENT, rebalance=True)
 
 
+def test_as_many_ranks_have_room_for_what_they_have_or_are_refused(tmp_path: Path) -> None:
+    train(tmp_path / "a", 2)
+    held = reshard(tmp_path / "a", tmp_path / "plain", 2).shards
+    most = max(held)
+    hows: list[dict[str, Any]] = [{}, {"evict_oldest": True}]
+    for how in hows:
+        rank = held.index(most)
+        with pytest.raises(ConfigError, match=rf"capacity={most - 1}: .*a: rank {rank} has {most} rows, .*--rebalance"):
+            reshard(tmp_path / "a", tmp_path / "b", 2, capacity=most - 1, dry_run=True, **how)
+    assert not (tmp_path / "b").exists()
+    assert reshard(tmp_path / "a", tmp_path / "b", 2, capacity=most).shards == held
+    fewer = reshard(tmp_path / "a", tmp_path / "c", 2, capacity=most - 20, rebalance=True, evict_oldest=True)
+    assert max(fewer.shards) <= most - 20
+
+
 def test_in_any_number_of_steps(tmp_path: Path) -> None:
     """R14: 4 -> 3 -> 4 is 4 -> 4 shared out anew."""
     train(tmp_path / "a", 4)

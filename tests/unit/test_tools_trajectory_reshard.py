@@ -196,6 +196,14 @@ def test_room(tmp_path: Path) -> None:
     saved = save_some(tmp_path / "a", 3)  # 7, 8 and 9
     with pytest.raises(ConfigError, match=r"capacity=10: the shards hold 24 episodes"):
         reshard(tmp_path / "a", tmp_path / "b", 2, capacity=10)
+    hows: list[dict[str, Any]] = [{}, {"evict_oldest": True}]
+    for how in hows:  # as many ranks keep what they have
+        with pytest.raises(ConfigError, match=r"capacity=8: .*a: rank 2 has 9 trajectories, .*--rebalance"):
+            reshard(tmp_path / "a", tmp_path / "b", 3, capacity=8, **how)
+    assert (
+        reshard(tmp_path / "a", tmp_path / "same", 3, capacity=9).shards
+        == reshard(tmp_path / "a", tmp_path / "plain", 3).shards
+    )
     found = reshard(tmp_path / "a", tmp_path / "b", 2, capacity=10, evict_oldest=True)
     gone = 24 - found.units
     assert 4 <= gone <= 9
