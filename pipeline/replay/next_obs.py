@@ -53,15 +53,6 @@ class Aside:
         return self._keys[low:high], nexts
 
 
-def in_memory(columns: Sequence[Column], table: Mapping[str, np.ndarray]) -> Aside:
-    """Return those of ``table``: ``keys``, and by the number of a column its values."""
-
-    def of(values: np.ndarray) -> Callable[[int, int], np.ndarray]:
-        return lambda begin, count: values[begin : begin + count]
-
-    return Aside(table["keys"], columns, [of(table[str(number)]) for number in range(len(columns))])
-
-
 class Batch(NamedTuple, Generic[T]):
     """Rows [n] whose next observations are wanted.
 

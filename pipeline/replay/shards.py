@@ -181,7 +181,8 @@ def pool_on_disk(
     folders = (STATE_FILE, BLOCKS_FILE, f"{VALUES_FOLDER}/")
     own = [each for each in stored.manifest.files if each.path.startswith(folders)]
     part = Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=own))
-    values = read_values(part)
+    listed = [each for each in own if _of_episodes(each.path)]  # what else there is grows with what rows hold
+    values = read_values(part._replace(manifest=msgspec.structs.replace(stored.manifest, files=listed)))
     table = table_of_rows(values, rank, stored.folder)
     if len(table.number) != state.size:
         raise Damaged(f"{stored.folder}: {state.size} rows, and {len(table.number)} are listed. Restore it from a copy")

@@ -4,7 +4,7 @@ need not fit into memory."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from pipeline.store.files import plain_handle
 Ints = np.ndarray
 AT_ONCE = 1 << 18
 """Values that are read at a time, where a whole file is gone through."""
+_SPAN = 64 << 10  # bytes that are read at a time, where some of what lies there is wanted
 
 
 class ValuesFile:
@@ -44,6 +45,24 @@ class ValuesFile:
         if len(raw) < count * size:
             raise Damaged(f"{self._path}: ends at value {begin + len(raw) // size}. Restore the file from a copy")
         return np.frombuffer(raw, self._dtype)
+
+    def at(self, places: Ints, width: int = 1) -> np.ndarray:
+        """Return values [n, width] at places in any order; what lies between them is not kept.
+
+        Raises:
+            Damaged: one is not there.
+        """
+        found = np.empty((len(places), width), self._dtype)
+        order = np.argsort(places, kind="stable")
+        rising = places[order]
+        most, begin = max(1, _SPAN // max(1, width * self._dtype.itemsize)), 0
+        while begin < len(rising):
+            first = int(rising[begin])
+            end = int(np.searchsorted(rising, first + most))
+            span = self.read(first * width, (int(rising[end - 1]) + 1 - first) * width).reshape(-1, width)
+            found[order[begin:end]] = span[rising[begin:end] - first]
+            begin = end
+        return found
 
     def __del__(self) -> None:
         if self._handle >= 0:
@@ -124,22 +143,40 @@ class Values:
         return self.file(name).read if self.count(name) else lambda begin, count: np.empty(0, name.rpartition(".")[2])
 
 
+def _written_files(
+    state: BufferState, values: Values, names: Collection[str] | None
+) -> Iterator[tuple[Column, str, ValuesFile]]:
+    """Yield each column that was changed, of ``names`` alone if these are given, with the name of the keys of its rows,
+    and its values.
+
+    Raises:
+        Damaged: a column is none, or its values are not there.
+    """
+    for number, name in enumerate(state.written_columns):
+        keys = f"written.{number}.keys.int64"
+        named = [each for each in values.names if each.startswith(f"written.{number}.values.")]
+        known = state.schema is not None and name in state.schema.names
+        if state.schema is None or not known or len(named) != 1 or keys not in values.names:
+            raise Damaged(f"what was written back into column {name} is not there as it is said to be")
+        if names is None or name in names:
+            yield state.schema.column(name), keys, values.file(named[0])
+
+
 class WrittenBack:
     """What was changed in rows of a buffer, the oldest of which go first, after their blocks had been written."""
 
-    def __init__(self, state: BufferState, values: Values) -> None:
-        """Raises:
-        Damaged: the keys of the rows are in no order, or a column is none.
+    def __init__(self, state: BufferState, values: Values, names: Collection[str] | None = None) -> None:
+        """Args:
+        state, values: of the generation.
+        names: the columns that are looked at; None: all.
+
+        Raises:
+            Damaged: the keys of the rows are in no order, or a column is none.
         """
-        self._columns: list[tuple[Column, int, ValuesFile, ValuesFile]] = []
-        for number, name in enumerate(state.written_columns):
-            keys = values.rising(f"written.{number}.keys.int64")
-            named = [each for each in values.names if each.startswith(f"written.{number}.values.")]
-            known = state.schema is not None and name in state.schema.names
-            if state.schema is None or not known or len(named) != 1 or keys not in values.names:
-                raise Damaged(f"what was written back into column {name} is not there as it is said to be")
-            column = state.schema.column(name)
-            self._columns.append((column, values.count(keys), values.file(keys), values.file(named[0])))
+        self._columns = [
+            (column, values.count(values.rising(keys)), values.file(keys), changed)
+            for column, keys, changed in _written_files(state, values, names)
+        ]
 
     def into(self, arrays: Arrays, keys: Ints) -> None:
         """Let it count in rows [n], whose ``keys`` follow each other."""
@@ -150,6 +187,40 @@ class WrittenBack:
                 changed = values.read(low * items, (high - low) * items).view(column.bits)
                 changed = changed.reshape(high - low, *column.shape)
                 write_back_into(arrays, keys, [(column.name, of.read(low, high - low), changed)])
+
+
+class WrittenBackInAnyOrder:
+    """As :class:`WrittenBack`, of a buffer whose rows lie in any order. The keys of the rows that were changed are in
+    memory."""
+
+    def __init__(self, state: BufferState, values: Values, names: Collection[str] | None = None) -> None:
+        """As :class:`WrittenBack`."""
+        self._columns: list[tuple[Column, Ints, Ints, ValuesFile]] = []
+        for column, name, changed in _written_files(state, values, names):
+            keys = values.all(name)
+            order = np.argsort(keys, kind="stable")
+            self._columns.append((column, keys[order], order, changed))
+
+    def into(self, arrays: Arrays, keys: Ints) -> None:
+        """Let it count in rows [n] of these keys, in any order."""
+        for column, changed, places, values in self._columns:
+            at = np.minimum(np.searchsorted(changed, keys), max(0, len(changed) - 1))
+            rows = np.flatnonzero(changed[at] == keys) if len(changed) else at[:0]
+            if not len(rows):
+                continue
+            items = int(np.prod(column.shape, dtype=np.int64))
+            found = values.at(places[at[rows]], items).reshape(-1).view(column.bits).reshape(len(rows), *column.shape)
+            array = arrays[column.name] = arrays[column.name].copy()
+            _put(array, rows, found)
+
+
+def _put(array: Any, places: Ints, values: np.ndarray) -> None:
+    """Set rows of a column, which may be compressed."""
+    if array.dtype != object:
+        array[places] = values
+    else:
+        for at, value in zip(places.tolist(), values, strict=True):
+            array[at] = packed_row(value)
 
 
 def _found(keys: ValuesFile, count: int, key: int) -> int:
@@ -170,9 +241,4 @@ def write_back_into(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Int
         low, high = np.searchsorted(changed, (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
         if low < high:
             array = arrays[name] = arrays[name].copy()
-            places = changed[low:high] - keys[0]
-            if array.dtype != object:
-                array[places] = values[low:high]
-            else:
-                for at, value in zip(places.tolist(), values[low:high], strict=True):
-                    array[at] = packed_row(value)
+            _put(array, changed[low:high] - keys[0], values[low:high])

@@ -27,12 +27,11 @@ from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
 from pipeline.errors import Damaged
 from pipeline.replay.feeding import schema_of
-from pipeline.replay.loading import blocks_of, read_values
-from pipeline.replay.moving import written_of
+from pipeline.replay.loading import blocks_of
 from pipeline.replay.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of
 from pipeline.replay.selecting import extras_of
 from pipeline.replay.state import VALUES_FOLDER, Ends, read_buffer_state
-from pipeline.replay.values import ValuesFile, write_back_into
+from pipeline.replay.values import Values, ValuesFile, WrittenBack
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
 from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
@@ -202,7 +201,7 @@ class RowsOnDisk:
     def _chunks(self, schema: Schema, extras: Sequence[str], wanted: Ints | None) -> Iterator[tuple[Chunk, Ints]]:
         """Yield all rows, also those that a save has dropped, and what keys they have here."""
         files = [each for name in extras if (each := self._extra(name)) is not None]
-        written, ends = written_of(self.state, self._written_values()), Ends(self.state)
+        written, ends = WrittenBack(self.state, Values(self.stored)), Ends(self.state)
         aside = self._aside(self.nexts)
         for block, keep, at in self._ranges():
             if wanted is not None and not _meets(wanted, at, at + keep.stop - keep.start):
@@ -211,7 +210,7 @@ class RowsOnDisk:
             arrays = some_rows(arrays, keep)
             arrays |= {each.name: as_held(arrays[each.name], each) for each in schema.columns}
             keys = np.arange(block.first, block.first + block.count)[keep]
-            write_back_into(arrays, keys, written)
+            written.into(arrays, keys)
             arrays[END] = ends.of(keys, arrays[END])
             if self._later is not None:
                 self._later.cap(arrays, block.first)
@@ -261,11 +260,6 @@ class RowsOnDisk:
     def _coming_back(self, episodes: Ints) -> Ints:
         """Return which rows, by the episode of each, a save has not dropped."""
         return np.flatnonzero(self.state.coming_back(self._kept, episodes))
-
-    def _written_values(self) -> dict[str, np.ndarray]:
-        """Return what was written back; other values are read as they are wanted."""
-        files = [info for info in self.stored.manifest.files if info.path.startswith("values/written.")]
-        return read_values(Stored(self.stored.folder, msgspec.structs.replace(self.stored.manifest, files=files)))
 
     def _ids(self, at: int, keys: Ints) -> tuple[Ints, Ints]:
         if self._part_file is None or self._key_file is None:
@@ -347,12 +341,12 @@ class RowsOnDisk:
     def _stored_marks(self, names: Sequence[str]) -> Iterator[tuple[Arrays, int]]:
         if self.schema is None:
             return
-        written = [each for each in written_of(self.state, self._written_values()) if each[0] in names]
+        written = WrittenBack(self.state, Values(self.stored), names)
         for block, keep, at in self._ranges():
             arrays = columns_of_block(self._held, block, self.schema, [*KEPT_MARKS, *names], keep)
             if self._later is not None:
                 self._later.cap(arrays, block.first)
-            write_back_into(arrays, np.arange(block.first + keep.start, block.first + keep.stop), written)
+            written.into(arrays, np.arange(block.first + keep.start, block.first + keep.stop))
             yield arrays, at
 
 

@@ -19,11 +19,10 @@ from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, MadeOf
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.episode_ids import EpisodeTable
-from pipeline.replay.moving import put_back_by_key, written_of
 from pipeline.replay.pooling import block_of
 from pipeline.replay.shards import ShardOnDisk, pool_on_disk
 from pipeline.replay.state import read_buffer_state
-from pipeline.replay.values import ValuesFile
+from pipeline.replay.values import Values, ValuesFile, WrittenBackInAnyOrder
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, read_blocks
 from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
@@ -140,7 +139,7 @@ class PoolRows:
         if self.schema is None:
             return
         held = HeldSegments(self.source.layout, self.source.tag, self.blocks, self.stored.manifest.segments)
-        written = [each for each in written_of(self.state, self.shard.values()) if each[0] in names]
+        written = WrittenBackInAnyOrder(self.state, Values(self.stored), names)
         at, keys = self.shard.pool.get("at", self.serials), self.shard.pool.get("keys", self.serials)
         order = np.argsort(at)
         for block in self.blocks:
@@ -148,7 +147,7 @@ class PoolRows:
             own = order[low:high]
             whole = columns_of_block(held, block, self.schema, [EPISODE, VERSION, *names], slice(0, block.count))
             arrays = {name: each[at[own] - block.first] for name, each in whole.items()}
-            put_back_by_key(arrays, keys[own], written)
+            written.into(arrays, keys[own])
             self.episode[own], self.version[own] = arrays[EPISODE], arrays[VERSION]
             if met is not None:
                 self.met[own] = met({name: arrays[name] for name in names}, len(own))

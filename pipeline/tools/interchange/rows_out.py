@@ -1,5 +1,9 @@
 """Transitions out of a run, block by block: of a buffer, of all its shards, or of the buffer that a pipeline's rollouts
-fill, as a generation holds it."""
+fill, as a generation holds it.
+
+What is said of rows beside them is read as they come. Where rows lie in any order, their keys and places are in memory;
+so are the keys of next observations that are kept aside, and the numbers of episodes where a save has dropped some.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,10 @@ from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS
 from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
 from pipeline.errors import ConfigError, Damaged
-from pipeline.replay.loading import read_values
-from pipeline.replay.moving import written_of
-from pipeline.replay.next_obs import Batch, OwnNextObs, in_memory
+from pipeline.replay.next_obs import Batch, OwnNextObs
 from pipeline.replay.pooling import block_of
 from pipeline.replay.state import BufferState, Ends, read_buffer_state
+from pipeline.replay.values import Values, WrittenBack, WrittenBackInAnyOrder
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
 from pipeline.tools.interchange.runs import Opened
@@ -40,7 +43,8 @@ from pipeline.tools.interchange.streams import (
 )
 
 _MARKS = (EPISODE, PLACE, VERSION, END)
-_PRIORITIES = "selector.priorities"
+_PRIORITIES = "selector.priorities.float64"
+_LISTED = "episodes.number.int64"
 
 
 class _Buffer(NamedTuple):
@@ -48,17 +52,13 @@ class _Buffer(NamedTuple):
 
     rank: int
     state: BufferState
-    values: dict[str, np.ndarray]
+    values: Values
     blocks: list[Block]
     fields: Fields
-    listed: dict[str, np.ndarray]
-    """The list of its episodes, under the names of its files."""
-    written: list[tuple[str, np.ndarray, np.ndarray]]
-    """What was changed of its rows later: column, keys in order, values."""
 
     @property
     def prioritized(self) -> bool:
-        return _PRIORITIES in self.values
+        return _PRIORITIES in self.values.names
 
     @property
     def pooled(self) -> bool:
@@ -113,13 +113,10 @@ def transitions_of(opened: Opened) -> Transitions:
 
 def _buffer(stored: Stored, rank: int) -> _Buffer:
     state, _ = read_buffer_state(stored.folder)
-    given = read_values(stored)
-    values = {name.rpartition(".")[0]: each for name, each in given.items()}
-    listed = {name: each for name, each in given.items() if name.startswith("episodes.")}
     blocks = read_blocks(f"{stored.folder.rstrip('/')}/{BLOCKS_FILE}")
     fields = Fields.of(stored.manifest.options.get("fields"))
     blocks = needed_blocks(blocks, state.added - state.size if state.remove == "fifo" else 0)
-    return _Buffer(rank, state, values, blocks, fields, listed, written_of(state, given))
+    return _Buffer(rank, state, Values(stored), blocks, fields)
 
 
 def _schema(buffer: _Buffer) -> Schema:
@@ -134,11 +131,15 @@ class _Reading:
 
     def __init__(self, layout: Layout, tag: int, buffer: _Buffer, marks: tuple[str, ...]) -> None:
         self._layout, self._reader, self._buffer, self._marks = layout, PayloadReader(layout, tag), buffer, marks
-        self._ends = Ends(buffer.state)
+        state, values = buffer.state, buffer.values
+        self._ends = Ends(state)
+        self._written = (WrittenBackInAnyOrder if buffer.pooled else WrittenBack)(state, values)
+        self._priorities = values.file(_PRIORITIES) if PRIORITY in marks and state.size else None
 
     def batches(self) -> Iterator[Rows]:
         """Yield all rows that come back."""
-        state, listed = self._buffer.state, self._buffer.listed
+        state, values = self._buffer.state, self._buffer.values
+        listed = {_LISTED: values.all(_LISTED)} if state.dropped and _LISTED in values.names else {}
         for rows in self._there():
             back = state.coming_back(listed, rows.marks[EPISODE])
             if back.all():
@@ -154,7 +155,7 @@ class _Reading:
             yield from (rows for rows, _ in found)
             return
         columns, fields = state.next_obs_columns, self._buffer.fields
-        aside = in_memory(columns, _of_part(self._buffer.values, "next_obs"))
+        aside = self._buffer.values.aside(columns)
         batches = (Batch(rows, rows.marks[KEY], behind, rows.columns) for rows, behind in found)
         for rows, nexts in OwnNextObs(columns, fields, aside, self._layout.directory).filled(batches):
             yield Rows({**rows.columns, **nexts}, rows.marks)
@@ -179,8 +180,9 @@ class _Reading:
     def _pooled(self) -> Iterator[tuple[Rows, np.ndarray]]:
         """Yield rows that lie in any order, by their places on the disk."""
         values, blocks = self._buffer.values, self._buffer.blocks
-        order = np.argsort(values["pool.at"], kind="stable")
-        at, keys = values["pool.at"][order], values["pool.keys"][order]
+        places, named = values.all("pool.at.int64"), values.all("pool.keys.int64")
+        order = np.argsort(places, kind="stable")
+        at, keys = places[order], named[order]
         of = block_of(at, blocks)
         if (of < 0).any():
             raise Damaged(f"{self._layout.directory}: {int((of < 0).sum())} rows are in no block")
@@ -208,21 +210,12 @@ class _Reading:
         schema = self._buffer.state.schema
         assert schema is not None
         columns = {column.name: arrays[column.name] for column in schema.columns}
-        for name, changed, values in self._buffer.written:
-            at = np.searchsorted(changed, keys)
-            at[at == len(changed)] = 0
-            which = np.flatnonzero(changed[at] == keys) if len(changed) else np.empty(0, np.int64)
-            if len(which):
-                columns[name] = columns[name].copy()
-                columns[name][which] = values[at[which]]
+        self._written.into(columns, keys)
         marks: dict[str, Any] = {KEY: keys, **{name: arrays[name] for name in _MARKS}}
         marks[END] = self._ends.of(keys, marks[END])
         if PRIORITY in self._marks:
-            marks[PRIORITY] = self._buffer.values[_PRIORITIES][places]
+            assert self._priorities is not None
+            marks[PRIORITY] = self._priorities.at(places)[:, 0]
         if RANK in self._marks:
             marks[RANK] = np.full(len(keys), self._buffer.rank, np.int32)
         return Rows(columns, marks)
-
-
-def _of_part(values: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
-    return {name[len(part) + 1 :]: each for name, each in values.items() if name.startswith(f"{part}.")}
