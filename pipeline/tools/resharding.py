@@ -81,10 +81,8 @@ def reshard(
         out: where the new run goes; absent or empty.
         to: how many ranks there will be.
         step: take the newest generation of this step.
-        capacity: of a buffer: how many rows, or trajectories, a rank has room for; None: for all that come to it. As
-            many ranks as before must have room for what they have.
-        evict_oldest: of a buffer: whether the oldest episodes, or trajectories, go where there is no room for all, when
-            everything is shared out anew.
+        capacity: of a buffer: how many rows, or trajectories, a rank has room for; None: for all that come to it.
+        evict_oldest: of a buffer: whether the oldest episodes, or trajectories, go if too much is shared out.
         rebalance: whether everything is shared out anew though there are as many ranks as before.
         dry_run, told, files: as :func:`~pipeline.tools.merge` takes them.
 
@@ -309,8 +307,11 @@ class Job:
         if aside is not None and self.partial and self.nexts:
             self.unfollowed += aside.leave_out_unfollowed(table, self.twins())
         if aside is not None and aside.missing and self.partial:
-            table, named = aside.close_gaps(table, prefix_of(target.life, rank))
-            self.split += named
+            if self.pooled:
+                table = aside.leave_out_missing(table)
+            else:
+                table, named = aside.close_gaps(table, prefix_of(target.life, rank))
+                self.split += named
             rows = int(table.rows.sum())
         schema, first = common_schema(self.shards), 0 if self.pooled else added - rows
         part = target.part(rank, self.selected().extras, self.nexts)

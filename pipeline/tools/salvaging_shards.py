@@ -1,7 +1,8 @@
 """Salvaging the buffer of several ranks: a new run for as many, each with what is whole of its shard.
 
 Episodes stay with the rank that had them. What is left of one on each side of a gap is an episode of its own, and ends
-where it is. A rank whose shard cannot be read begins without rows.
+where it is. Where not the oldest rows go first, each row stays by itself. A rank whose shard cannot be read begins
+without rows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipeline.errors import ConfigError, Damaged, ForebayError, UsageError, Writ
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Unfollowed
 from pipeline.replay.moving import Gone
+from pipeline.replay.pooling import block_of
 from pipeline.replay.resharding import table_of
 from pipeline.replay.salvage_choice import (
     Chosen,
@@ -71,8 +73,10 @@ class _Job(Job):
         self.lost: list[int] = []
         manifest = source.stored.manifest
         shards = [self._shard(source, info) for info in manifest.shards]
-        if not any(shard.state.columns is not None for shard in shards) and self.lost:
+        having = [shard.state for shard in shards if shard.state.columns is not None]
+        if not having and self.lost:
             raise Damaged(f"{source.stored.folder}: the shards that can be read have no rows")
+        shards = [_like(shard, having[0]) if shard.rank in self.lost else shard for shard in shards]
         super().__init__(source, shards, manifest.world_size)
         self.written: list[ShardInfo] = []
 
@@ -81,12 +85,9 @@ class _Job(Job):
         whole = [each for each in part.manifest.files if not each.path.startswith(OWN_FOLDER + "/")]
         part = part._replace(manifest=msgspec.structs.replace(part.manifest, files=whole))
         try:
-            return read_shard(part, info.rank, whole=True)
+            return read_shard(part, info.rank, whole=True, pools=True)
         except ConfigError as error:
-            raise UsageError(
-                f"{source.stored.folder}: was saved with {error.option} other than fifo: such rows are told apart by "
-                "their own ranks alone. resume(step=...) goes on from an older generation"
-            ) from None
+            raise UsageError(f"{error} resume(step=...) goes on from an older generation") from None
         except Damaged:
             self.lost.append(info.rank)
             return ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), [])
@@ -176,6 +177,15 @@ def _written(job: _Job, target: str, called: str, files: FilesLike) -> str:
     return run_id
 
 
+def _like(lost: ShardOnDisk, state: BufferState) -> ShardOnDisk:
+    """Return a shard without rows, whose buffer takes rows as those of the others do."""
+    pool = [0] * len(state.pool)
+    return lost._replace(state=BufferState(remove=state.remove, capacity=state.capacity, pool=pool))
+
+
 def _loss(layout: Layout, shard: ShardOnDisk, gone: Gone) -> Loss:
+    if shard.pool:
+        rows = int((block_of(shard.pool["at"], [gone.block]) >= 0).sum())
+        return payload_loss(layout, gone.block, gone.error, f"{rows} rows of rank {shard.rank}")
     begin, end = max(gone.block.first, shard.oldest), min(gone.block.first + gone.block.count, shard.state.added)
     return payload_loss(layout, gone.block, gone.error, f"rows {begin} to {end - 1} of rank {shard.rank}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.compressed import packed_row, unpacked
-from pipeline.buffer.transitions.layout import END, RowLayout
+from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, PLACE, SERIAL, RowLayout
 from pipeline.errors import Damaged, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Gaps, Unfollowed
@@ -162,6 +162,8 @@ class ScatteredRows:
         self._kind, self._extras = np.dtype(fields), extras
         self._there = np.zeros(rows, bool)
         self._gaps: Gaps | None = None
+        self._renumbered: tuple[str, ...] = (EPISODE, PLACE, BEHIND, AHEAD, SERIAL, END)
+        """The marks that gaps change."""
         self._heap, self._aside = heap, AsideRows(heap, wanted.nexts)
         try:
             self._handle = unnamed(folder)
@@ -249,6 +251,11 @@ class ScatteredRows:
         self._gaps = Gaps.of(self._there, table.rows)
         return self._gaps.table(table, names)
 
+    def leave_out_missing(self, table: EpisodeTable) -> EpisodeTable:
+        """As :meth:`close_gaps`, of rows that have no neighbours, and are listed one by one: each stays what it is."""
+        self._gaps, self._renumbered = Gaps.of(self._there, table.rows), (SERIAL,)
+        return EpisodeTable(*(each[self._there] for each in table))
+
     def each(self, where: str, first: int) -> Iterator[Packed]:
         """Yield all rows, from the front.
 
@@ -268,8 +275,9 @@ class ScatteredRows:
             packed = self._read(begin, count)
             records, large = self._columns(packed)
             if self._gaps is not None:
-                for name, marks in self._gaps.marks(records[END], first, slice(done, done + count)).items():
-                    records[name] = marks
+                marks = self._gaps.marks(records[END], first, slice(done, done + count))
+                for name in self._renumbered:
+                    records[name] = marks[name]
             done += count
             extras = [packed[f"extra.{at}"] for at in range(len(self._extras))]
             aside, nexts = self._aside.among(begin, begin + count)

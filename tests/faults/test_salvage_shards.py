@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import Damaged, UsageError
+from pipeline import Damaged
 from pipeline.checkpoint import verify
 from pipeline.checkpoint.generations import find_generations
 from pipeline.checkpoint.manifest import SHARDS
@@ -244,19 +244,6 @@ def test_rows_whose_next_observation_is_gone_are_left_out(tmp_path: Path) -> Non
     for rank, (n, nexts) in enumerate(fine(on_ranks(SIZE, load))):
         assert n == [100 * rank + at for at in range(30) if at not in gone[rank]]
         assert nexts == [(each + 1) / 2 for each in n]
-
-
-def test_rows_that_only_their_ranks_can_tell_apart_are_refused(tmp_path: Path) -> None:
-    def fill_pool(ranks: Ranks) -> None:
-        with build(tmp_path / "pool", ranks, remove="lifo") as buffer:
-            buffer.resume()
-            buffer.extend({"obs": np.arange(8.0)})
-            buffer.save(1, wait=True)
-
-    fine(on_ranks(2, fill_pool))
-    with pytest.raises(UsageError, match=r"generations/\d+: was saved with remove other than fifo.*resume\(step=...\)"):
-        salvage_run(tmp_path / "pool", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
