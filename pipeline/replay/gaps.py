@@ -41,6 +41,23 @@ class Unfollowed(NamedTuple):
         after = after[~aside[after - 1]]
         return cls(found, after - 1, after)
 
+    @classmethod
+    def within(cls, parts: Gaps, stretches: tuple[Ints, Ints], aside: Ints) -> Unfollowed:
+        """As :meth:`of`, with what does not grow with the rows.
+
+        Args:
+            parts: of episodes.
+            stretches: that they are of.
+            aside: rows whose next observation is kept aside, and has come with them, rising.
+        """
+        begins = parts.among(stretches)
+        lasts = begins + parts.lengths - 1
+        unknown = ~_in(aside, lasts)
+        found, led = lasts[unknown], parts.lengths[unknown] > 1
+        after = found[led]
+        after = after[~_in(aside, after - 1)]
+        return cls(found, after - 1, after)
+
 
 class Gaps(NamedTuple):
     """The parts of episodes that rows form which have come, one after the other.
@@ -69,6 +86,31 @@ class Gaps(NamedTuple):
         first = np.flatnonzero(begins)
         lengths = np.flatnonzero(stops) - first + 1
         return cls(np.cumsum(lengths) - lengths, lengths, np.searchsorted(ends, first, side="right"))
+
+    @classmethod
+    def of_stretches(cls, stretches: tuple[Ints, Ints], rows: Ints) -> Gaps:
+        """As :meth:`of`, with what does not grow with the rows.
+
+        Args:
+            stretches: where those of rows that have come begin and end.
+            rows: of each episode; they lie one after the other.
+        """
+        firsts, stops = stretches
+        ends = np.cumsum(rows)
+        begin, end = (ends - rows)[rows > 0], ends[rows > 0]
+        first = np.union1d(firsts, begin[_covered(firsts, stops, begin)])
+        last = np.union1d(stops - 1, end[_covered(firsts, stops, end - 1)] - 1)
+        lengths = last + 1 - first
+        return cls(np.cumsum(lengths) - lengths, lengths, np.searchsorted(ends, first, side="right"))
+
+    def among(self, stretches: tuple[Ints, Ints]) -> Ints:
+        """Return where each part begins among all rows, those that have not come included."""
+        firsts, stops = stretches
+        counts = stops - firsts
+        came = np.cumsum(counts) - counts
+        of = np.searchsorted(came, self.begins, side="right") - 1
+        found: Ints = firsts[of] + self.begins - came[of] if len(came) else self.begins
+        return found
 
     @property
     def rows(self) -> int:
@@ -112,3 +154,20 @@ class Gaps(NamedTuple):
         uid[more] = names + np.arange(len(more))
         count, none = len(self.begins), np.zeros(len(self.begins), np.int64)
         return EpisodeTable(np.arange(count), uid, table.age[self.whose], self.lengths, self.lengths, none), len(more)
+
+
+def _covered(firsts: Ints, stops: Ints, rows: Ints) -> np.ndarray:
+    """Return which rows lie in a stretch."""
+    if not len(firsts):
+        return np.zeros(len(rows), bool)
+    of = np.searchsorted(firsts, rows, side="right") - 1
+    inside: np.ndarray = (of >= 0) & (rows < stops[of])
+    return inside
+
+
+def _in(rising: Ints, rows: Ints) -> np.ndarray:
+    """Return which rows are among some that rise."""
+    if not len(rising):
+        return np.zeros(len(rows), bool)
+    found: np.ndarray = rising[np.minimum(np.searchsorted(rising, rows), len(rising) - 1)] == rows
+    return found

@@ -18,7 +18,7 @@ from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, FileInfo, Manifest,
 from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import ConfigError, Damaged, ForebayError, UsageError, WriteFailed
 from pipeline.replay.episode_ids import EpisodeTable
-from pipeline.replay.gaps import Unfollowed
+from pipeline.replay.gaps import Gaps, Unfollowed
 from pipeline.replay.moving import Gone
 from pipeline.replay.pooling import block_of
 from pipeline.replay.resharding import table_of
@@ -34,8 +34,11 @@ from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.tools.output import Output
 from pipeline.tools.resharding import Job
+from pipeline.tools.row_set import RowSet
 from pipeline.tools.salvaged_files import Attached
 from pipeline.tools.sources import Source
+
+Ints = np.ndarray
 
 
 class SavedShards(NamedTuple):
@@ -109,17 +112,19 @@ class _Job(Job):
 
     def kept(self, files: FilesLike) -> list[int]:
         """Return how many rows of each rank can be read. Blocks."""
-        there, aside = ([np.zeros(rows, bool) for rows in self.shares.rows] for _ in range(2))
+        there = [RowSet(rows) for rows in self.shares.rows]
+        aside: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in there]
         for rank, rows in self.handed(files, None):
-            aside[rank][rows.aside] = True
-            for begin, count in rows.runs.tolist():
-                there[rank][begin : begin + count] = True
+            aside[rank].append(rows.aside.copy())
+            there[rank].add_runs(rows.runs)
         if self.nexts:
             for rank, (each, own) in enumerate(zip(there, aside, strict=True)):
-                found = Unfollowed.of(each, own, table_of(self.shards, self.shares, rank).rows)
-                each[found.rows] = False
+                stretches = each.stretches()
+                parts = Gaps.of_stretches(stretches, table_of(self.shards, self.shares, rank).rows)
+                found = Unfollowed.within(parts, stretches, np.sort(np.concatenate(own)))
+                each.remove(found.rows)
                 self.unfollowed += len(found.rows)
-        return [int(each.sum()) for each in there]
+        return [len(each) for each in there]
 
 
 def salvage_shards(

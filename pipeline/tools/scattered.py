@@ -18,6 +18,7 @@ from pipeline.replay.gaps import Gaps, Unfollowed
 from pipeline.replay.handing import SomeRows
 from pipeline.replay.moving import Wanted
 from pipeline.store.scratch import unnamed
+from pipeline.tools.row_set import RowSet
 
 Ints = np.ndarray
 _READ = 4 << 20
@@ -85,11 +86,9 @@ class AsideRows:
         self._came.append((rows.copy(), begin + np.arange(len(rows)) * self._size))
         self._sorted = None
 
-    def there(self, rows: int) -> np.ndarray:
-        """Return which of so many rows have one: [rows] bool."""
-        found = np.zeros(rows, bool)
-        found[self._all()[0]] = True
-        return found
+    def there(self) -> Ints:
+        """Return which rows have one, rising."""
+        return self._all()[0]
 
     def among(self, first: int, end: int) -> tuple[Ints, list[np.ndarray]]:
         """Return which of the rows from ``first`` up to ``end`` have one, and these, by column."""
@@ -160,7 +159,7 @@ class ScatteredRows:
         fields += [(f"large.{at}", "(2,)i8") for at in range(len(self._layout.large))]
         fields += [(f"extra.{at}", extra.dtype) for at, extra in enumerate(extras)]
         self._kind, self._extras = np.dtype(fields), extras
-        self._there = np.zeros(rows, bool)
+        self._there = RowSet(rows)
         self._gaps: Gaps | None = None
         self._renumbered: tuple[str, ...] = (EPISODE, PLACE, BEHIND, AHEAD, SERIAL, END)
         """The marks that gaps change."""
@@ -187,8 +186,8 @@ class ScatteredRows:
         for at, each in enumerate(rows.extras):
             packed[f"extra.{at}"] = each
         raw, size, done = memoryview(packed.view(np.uint8).data), self._kind.itemsize, 0
+        self._there.add_runs(rows.runs)
         for begin, length in rows.runs.tolist():
-            self._there[begin : begin + length] = True
             _write(self._handle, raw[done * size : (done + length) * size], begin * size, self._folder)
             done += length
 
@@ -221,12 +220,13 @@ class ScatteredRows:
     @property
     def missing(self) -> int:
         """How many rows have not come."""
-        return self._rows - int(self._there.sum())
+        return self._rows - len(self._there)
 
     def leave_out_unfollowed(self, table: EpisodeTable, twins: Mapping[str, str]) -> int:
         """Do without rows whose next observation lies in one that has not come, as
         :meth:`~pipeline.replay.assembling.Assembled.leave_out_unfollowed` does; return how many."""
-        found = Unfollowed.of(self._there, self._aside.there(self._rows), table.rows)
+        stretches = self._there.stretches()
+        found = Unfollowed.within(Gaps.of_stretches(stretches, table.rows), stretches, self._aside.there())
         for begin in range(0, len(found.before), _FEW):
             part = slice(begin, begin + _FEW)
             packed = np.concatenate([self._read(at, 1) for at in found.after[part].tolist()])
@@ -236,7 +236,7 @@ class ScatteredRows:
                 if column.name in observed and observed[column.name].dtype == object:
                     observed[column.name] = unpacked(observed[column.name], column.shape, column.bits)
             self._aside.put(found.before[part], [observed[twin] for twin in twins.values()])
-        self._there[found.rows] = False
+        self._there.remove(found.rows)
         return len(found.rows)
 
     def close_gaps(self, table: EpisodeTable, names: int) -> tuple[EpisodeTable, int]:
@@ -248,13 +248,14 @@ class ScatteredRows:
             table: the episodes, whose rows lie one after the other.
             names: the first of the names that parts of episodes get.
         """
-        self._gaps = Gaps.of(self._there, table.rows)
+        self._gaps = Gaps.of_stretches(self._there.stretches(), table.rows)
         return self._gaps.table(table, names)
 
     def leave_out_missing(self, table: EpisodeTable) -> EpisodeTable:
         """As :meth:`close_gaps`, of rows that have no neighbours, and are listed one by one: each stays what it is."""
-        self._gaps, self._renumbered = Gaps.of(self._there, table.rows), (SERIAL,)
-        return EpisodeTable(*(each[self._there] for each in table))
+        self._gaps, self._renumbered = Gaps.of_stretches(self._there.stretches(), table.rows), (SERIAL,)
+        there = self._there.all()
+        return EpisodeTable(*(each[there] for each in table))
 
     def each(self, where: str, first: int) -> Iterator[Packed]:
         """Yield all rows, from the front.
@@ -296,8 +297,8 @@ class ScatteredRows:
 
     def _pieces(self, most: int) -> Iterator[tuple[int, int]]:
         """Yield where rows that follow each other begin in the file, and how many they are."""
-        edges = np.flatnonzero(np.diff(self._there, prepend=False, append=False)).tolist()
-        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        begins, ends = self._there.stretches()
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             for at in range(begin, end, most):
                 yield at, min(most, end - at)
 

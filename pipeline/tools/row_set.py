@@ -1,0 +1,52 @@
+"""A set of rows, of which each takes a bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Ints = np.ndarray
+_PIECE = 1 << 17  # bytes of bits that are looked at at a time
+
+
+class RowSet:
+    """Some of the rows from 0 up to ``rows``."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._bits = np.zeros(-(-rows // 8), np.uint8)
+
+    def add(self, rows: Ints) -> None:
+        """Take rows [n] in, of which some may be in it."""
+        np.bitwise_or.at(self._bits, rows >> 3, np.left_shift(1, rows & 7).astype(np.uint8))
+
+    def add_runs(self, runs: Ints) -> None:
+        """Take in runs [k, 2] of rows: where each begins, and how long it is."""
+        begins, lengths = runs[:, 0], runs[:, 1]
+        before = np.cumsum(lengths) - lengths
+        self.add(np.repeat(begins - before, lengths) + np.arange(int(lengths.sum())))
+
+    def remove(self, rows: Ints) -> None:
+        """Let rows [n] go."""
+        np.bitwise_and.at(self._bits, rows >> 3, ~np.left_shift(1, rows & 7).astype(np.uint8))
+
+    def __len__(self) -> int:
+        begins, ends = self.stretches()
+        return int((ends - begins).sum())
+
+    def stretches(self) -> tuple[Ints, Ints]:
+        """Return where the stretches of rows that are in it begin [k], rising, and where they end, which has none."""
+        begins, ends, inside = [np.empty(0, np.int64)], [np.empty(0, np.int64)], False
+        for at in range(0, len(self._bits), _PIECE):
+            there = np.unpackbits(self._bits[at : at + _PIECE], bitorder="little").astype(bool)
+            edges = np.flatnonzero(np.diff(there, prepend=inside)) + 8 * at
+            rising = edges[1::2] if inside else edges[::2]
+            begins.append(rising)
+            ends.append(edges[::2] if inside else edges[1::2])
+            inside = bool(there[-1])
+        if inside:
+            ends.append(np.array([self._rows]))
+        return np.concatenate(begins), np.concatenate(ends)
+
+    def all(self) -> np.ndarray:
+        """Return whether each row is in it: [rows] bool."""
+        return np.unpackbits(self._bits, count=self._rows, bitorder="little").astype(bool)
