@@ -6,6 +6,7 @@ import numpy as np
 
 Ints = np.ndarray
 _PIECE = 1 << 17  # bytes of bits that are looked at at a time
+_LONG = 256  # rows of a run that are not taken in one by one
 
 
 class RowSet:
@@ -21,7 +22,13 @@ class RowSet:
 
     def add_runs(self, runs: Ints) -> None:
         """Take in runs [k, 2] of rows: where each begins, and how long it is."""
-        begins, lengths = runs[:, 0], runs[:, 1]
+        long = runs[:, 1] >= _LONG
+        for begin, length in runs[long].tolist():
+            end = begin + length
+            first, last = -(-begin // 8), end // 8  # of these bytes every row is in it
+            self._bits[first:last] = 255
+            self.add(np.concatenate([np.arange(begin, 8 * first), np.arange(8 * last, end)]))
+        begins, lengths = runs[~long, 0], runs[~long, 1]
         before = np.cumsum(lengths) - lengths
         self.add(np.repeat(begins - before, lengths) + np.arange(int(lengths.sum())))
 
