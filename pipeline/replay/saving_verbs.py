@@ -145,7 +145,11 @@ class SavingVerbs(FolderVerbs):
             ("verify", lazily, "what is damaged must be known at once; leave verify='lazy' out"),
             ("continue_episodes", continue_episodes, "of open episodes rows may be gone; leave continue_episodes out"),
             ("storage", self.options.storage == "shared", "rows that processes share must all be there"),
-            ("remove", pooled and self.ranks is not None, "with ranks= and remove= other than fifo all must be there"),
+            (
+                "remove",
+                pooled and self.ranks is not None,
+                "with ranks= and remove= other than fifo all must be there; tools.salvage_run writes what is whole anew",
+            ),
         ):
             if given:
                 raise ConfigError(f"allow_partial: {why}. Or resume(step=...) an older generation", option=option)
