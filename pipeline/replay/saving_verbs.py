@@ -148,7 +148,7 @@ class SavingVerbs(FolderVerbs):
             (
                 "remove",
                 pooled and self.ranks is not None,
-                "of ranks with remove= other than fifo all must be there; tools.salvage_run writes anew what is whole",
+                "with ranks= and remove= other than fifo all must be there; tools.salvage_run saves what is whole",
             ),
         ):
             if given:
