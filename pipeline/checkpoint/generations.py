@@ -70,8 +70,10 @@ class Found(NamedTuple):
     """Numbers of those among the damaged that the disk did not give; they may be whole."""
 
 
-def find_generations(layout: Layout, run_id: str) -> Found:
+def find_generations(layout: Layout, run_id: str, *, forgiving: bool = False) -> Found:
     """Read every manifest of a run. Numbers decide, never names as text and never file times.
+
+    ``forgiving``: one of another run is damaged as well, as for who looks for damage, or for what is whole beside it.
 
     Raises:
         OtherRun: a manifest is of another run.
@@ -80,13 +82,7 @@ def find_generations(layout: Layout, run_id: str) -> Found:
     complete: list[Stored] = []
     damaged: list[tuple[int, Damaged]] = []
     unread: set[int] = set()
-    try:
-        names = [name for name in os.listdir(layout.generations) if _NAME.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    except OSError as error:
-        raise StoreError(f"{layout.generations}: cannot be read: {error}") from error
-    for name in sorted(names, key=int):
+    for name in sorted(_names(layout), key=int):
         folder = os.path.join(layout.generations, name)
         path = os.path.join(folder, MANIFEST_FILE)
         try:
@@ -106,15 +102,32 @@ def find_generations(layout: Layout, run_id: str) -> Found:
                 unread.add(int(name))
             continue
         if manifest.run_id != run_id:
-            raise OtherRun(
-                f"{path}: the generation belongs to run {manifest.run_id}, the folder to run {run_id}. "
-                "Was it copied here? Remove it, or resume it in its own folder."
-            )
+            strange = _strange(path, manifest.run_id, run_id)
+            if not forgiving:
+                raise strange
+            damaged.append((int(name), Damaged(str(strange))))
+            continue
         if manifest.generation != int(name):
             damaged.append((int(name), Damaged(f"{path}: says generation {manifest.generation}; renamed?")))
             continue
         complete.append(Stored(folder, manifest))
     return Found(complete, damaged, frozenset(unread))
+
+
+def _names(layout: Layout) -> list[str]:
+    try:
+        return [name for name in os.listdir(layout.generations) if _NAME.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StoreError(f"{layout.generations}: cannot be read: {error}") from error
+
+
+def _strange(path: str, theirs: str, ours: str) -> OtherRun:
+    return OtherRun(
+        f"{path}: the generation belongs to run {theirs}, the folder to run {ours}. "
+        "Was it copied here? Remove it, or resume it in its own folder."
+    )
 
 
 def of_kind(found: Found, kind: str, where: str, *, also: str = "") -> Found:

@@ -18,11 +18,9 @@ from pipeline.checkpoint.manifest import (
     BLOCKS_FILE,
     CONSUMER_FILE,
     MANIFEST_FILE,
-    OF_SHARDS,
     PIPELINE,
     PIPELINE_RANKS,
     PROGRESS_FILE,
-    REPLAY,
     REPLAY_BUFFER,
     SHARDS_FOLDER,
     FileInfo,
@@ -111,19 +109,18 @@ def survey(layout: Layout, *, rows: bool = False) -> Survey:
         Damaged: neither the marker nor a manifest says which run this is.
     """
     found = _manifests(layout)
+    run, losses = identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
     for _, folder, manifest in found:
-        if isinstance(manifest, Manifest) and manifest.kind not in (PIPELINE, PIPELINE_RANKS):
-            whole = "; pipeline.tools.salvage_run takes the rows that are whole" if manifest.kind == REPLAY else ""
-            whole = "; resume(allow_partial=True) without what is damaged" if manifest.kind in OF_SHARDS else whole
+        if not isinstance(manifest, Manifest) or manifest.run_id != run.run_id:
+            continue
+        whole = "pipeline.tools.salvage_run takes what is whole of it"
+        if manifest.kind not in (PIPELINE, PIPELINE_RANKS):
             raise UsageError(
                 f"{folder}: of a {KINDS.get(manifest.kind, manifest.kind)}; resume(step=...) goes on from an older "
-                f"generation of it{whole}"
+                f"generation of it, and {whole}"
             )
-        if not rows and isinstance(manifest, Manifest) and fills_buffer(manifest):
-            raise UsageError(
-                f"{folder}: its rollouts fill a replay buffer; pipeline.tools.salvage_run takes what is whole of it"
-            )
-    run, losses = identify(layout, [manifest for _, _, manifest in found if isinstance(manifest, Manifest)])
+        if not rows and fills_buffer(manifest):
+            raise UsageError(f"{folder}: its rollouts fill a replay buffer; {whole}")
     return Survey(run, [_examine(run.run_id, *each) for each in found], losses)
 
 

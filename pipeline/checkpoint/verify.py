@@ -17,6 +17,7 @@ from pipeline.checkpoint.survey import identify, without_manifest
 from pipeline.errors import Damaged, ForebayError
 from pipeline.locations import Location
 from pipeline.records import AnyEvent
+from pipeline.store.block_sums import other_blocks
 from pipeline.store.journal import Logged, payload_place, read_journal
 from pipeline.store.layout import JournalName, Layout, RunFile, segment_key
 from pipeline.store.segments import PayloadReader, Place, SegmentInfo, read_blocks
@@ -125,7 +126,7 @@ class _Check:
         self._needs = Needs()
 
     def result(self) -> Verified:
-        found = find_generations(self.layout, self.run_id)
+        found = find_generations(self.layout, self.run_id, forgiving=True)
         for number, error in found.damaged:
             path = os.path.join(self.layout.generations, f"{number:08d}", "manifest.json")
             self.note(path, error, lost.with_manifest(number))
@@ -195,6 +196,9 @@ class _Check:
         for place, error in self._wrong([place for place in blocks if place not in self._whole]):
             path = self.layout.segment(*place[2].segment_key)
             self.note(path, error, lost.with_block(stored.manifest, blocks[place]), place[2].offset)
+        for block, other in other_blocks(self.layout, [blocks[place] for place in blocks if place in self._whole]):
+            path = self.layout.segment(*block.segment_key)
+            self.note(path, other, lost.with_block(stored.manifest, block), block.offset)
 
     def _wrong(self, places: list[Place]) -> list[tuple[Place, Damaged]]:
         """Look at places in segments, and return those that are not whole, as far as that is looked at."""

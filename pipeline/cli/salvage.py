@@ -97,7 +97,7 @@ def _show(out: Terminal, found: Salvaged | SalvagedBuffer, run: str, *, dry_run:
         ]
     )
     if found.whole:
-        out.line("Nothing was damaged.")
+        out.line("Nothing was lost.")
     for number, loss in enumerate(found.losses, 1):
         _show_loss(out, number, loss)
     if dry_run:

@@ -162,7 +162,7 @@ def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequen
                 raise found
             block = wanted[place[0]]
             where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-            take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where))
+            take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where, block.sums))
 
 
 def read_values(stored: Stored) -> dict[str, np.ndarray]:

@@ -168,7 +168,7 @@ class Mover:
                     if isinstance(found, Damaged):
                         raise found
                     where = f"{self._layout.segment(*block.segment_key)} at byte {block.offset}"
-                    arrays = decode_block(found, self._wanted.schema, block.count, where)
+                    arrays = decode_block(found, self._wanted.schema, block.count, where, block.sums)
                     keys, arrays = homes.there(block, arrays)
                     sorted_ = homes.find(keys, arrays, where)
                 except Damaged as error:

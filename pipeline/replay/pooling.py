@@ -157,7 +157,7 @@ def read_rows(reader: PayloadReader, pool: Pool, schema: Schema, blocks: Sequenc
         number = wanted[place[0]]
         block = blocks[number]
         where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-        arrays = fitting(decode_block(found, schema, block.count, where), pool.storage.views, schema)
+        arrays = fitting(decode_block(found, schema, block.count, where, block.sums), pool.storage.views, schema)
         slots = filled[of == number]
         rows = pool.at[slots] - block.first
         pool.storage.write(slots, {name: array[rows] for name, array in arrays.items()})

@@ -45,7 +45,7 @@ def choose_generation(layout: Layout, kind: str, step: int | None = None) -> Cho
         StoreError: there is none of ``step``.
     """
     run, losses = identify(layout)
-    found = find_generations(layout, run.run_id)
+    found = find_generations(layout, run.run_id, forgiving=True)
     for number, error in found.damaged:
         path = os.path.join(layout.generations, f"{number:08d}", "manifest.json")
         losses.append(_loss(layout, path, error, lost.with_manifest(number)))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.buffer.transitions.checked import checksum_of
 from pipeline.checkpoint.generations import Found, GenerationWriter, Stored, find_generations, of_kind, writing_in
 from pipeline.checkpoint.manifest import REPLAY, SHARDS, Manifest, ShardInfo
 from pipeline.checkpoint.trainer_state import CapturedState
@@ -24,6 +23,7 @@ from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.ahead import ahead
 from pipeline.replay.incomplete import counts, warn_of_dropped
 from pipeline.replay.job import Listing, Piece, SaveJob, files_of
+from pipeline.store.block_sums import checksum_of
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import segment_key

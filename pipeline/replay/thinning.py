@@ -148,7 +148,7 @@ def _looked_through(store: Reached, shard: ShardOnDisk) -> _Seen:
             if isinstance(found, Damaged) or schema is None:
                 continue
             with contextlib.suppress(Damaged):
-                arrays = decode_block(found, schema, block.count, "")
+                arrays = decode_block(found, schema, block.count, "", block.sums)
                 keys = np.arange(block.first, block.first + block.count)
                 there = (keys >= shard.oldest) & (keys < state.added)
                 names = (EPISODE, PLACE, BEHIND, END)

@@ -144,7 +144,7 @@ class UnreadRows:
                 raise
             self._bring_parts(self._parts(number, own))  # the damage may lie elsewhere in it
             return
-        arrays = decode_block(payload, self._schema, block.count, self._held.where(block))
+        arrays = decode_block(payload, self._schema, block.count, self._held.where(block), block.sums)
         begin, end = self._pieces[number : number + 2].tolist()
         there = self._there[begin:end]
         for first, last in _runs(~there):

@@ -91,7 +91,7 @@ def read_whole(
         try:
             if isinstance(payload, Damaged):
                 raise payload
-            given = decode_block(payload, state.schema, block.count, where)
+            given = decode_block(payload, state.schema, block.count, where, block.sums)
         except Damaged as error:
             found.gone.append((block, error))
             continue

@@ -98,7 +98,7 @@ class _Look:
         target, stored = self.target, self.target.stored
         layout = target.layout
         tasks, lives = self._journals()
-        found = [] if target.what != RUN else find_generations(layout, target.run.run_id).complete
+        found = [] if target.what != RUN else find_generations(layout, target.run.run_id, forgiving=True).complete
         manifest = None if stored is None else stored.manifest
         return Inspected(
             path=target.path,

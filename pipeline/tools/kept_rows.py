@@ -206,7 +206,7 @@ class RowsOnDisk:
         for block, keep, at in self._ranges():
             if wanted is not None and not _meets(wanted, at, at + keep.stop - keep.start):
                 continue
-            arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block))
+            arrays = decode_block(self._held.payload(block), schema, block.count, self._held.where(block), block.sums)
             arrays = some_rows(arrays, keep)
             arrays |= {each.name: as_held(arrays[each.name], each) for each in schema.columns}
             keys = np.arange(block.first, block.first + block.count)[keep]
@@ -366,7 +366,7 @@ def columns_of_block(held: HeldSegments, block: Block, schema: Schema, names: Se
     marks = [Column(name, MARKS[name].name) for name in names if name in (MARKS.names or ())]
     wanted = [each.name for each in (*marks, *own)]
     if block.sums < 0 or any(each.nbytes >= LARGE for each in own):  # which may be compressed
-        arrays = decode_block(held.payload(block), schema, block.count, held.where(block))
+        arrays = decode_block(held.payload(block), schema, block.count, held.where(block), block.sums)
         found = {name: arrays[name][keep] for name in wanted}
         packed = [each for each in own if found[each.name].dtype == object]
         return {**found, **{each.name: dense(found[each.name], each) for each in packed}}

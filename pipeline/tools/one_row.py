@@ -48,7 +48,7 @@ def row_of(layout: Layout, run_tag: int, stored: Stored, key: int, rank: int | N
     if block is None or state.schema is None:
         raise Damaged(f"{path}: no block holds row {key}")
     where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-    arrays = decode_block(_payload(layout, run_tag, block), state.schema, block.count, where)
+    arrays = decode_block(_payload(layout, run_tag, block), state.schema, block.count, where, block.sums)
     at = place - block.first
     if not state.coming_back(read_values(stored) if state.dropped else {}, arrays[EPISODE][at : at + 1]).all():
         raise ConfigError.of("--item", key, "the save dropped its episode, which was not whole: it does not come back")
@@ -101,7 +101,7 @@ class _NextObs:
         twins = twins_of(self._columns, Fields.of(self._stored.manifest.options.get("fields")))
         while begin < self._state.added and (block := _block_of(self._blocks, begin)) is not None:
             where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
-            arrays = decode_block(_payload(layout, self._run_tag, block), schema, block.count, where)
+            arrays = decode_block(_payload(layout, self._run_tag, block), schema, block.count, where, block.sums)
             behind = arrays[BEHIND]
             led = np.flatnonzero((np.arange(block.first, block.first + block.count) - behind == key) & (behind > 0))
             if len(led):

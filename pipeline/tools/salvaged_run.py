@@ -91,7 +91,7 @@ class DamagedBlocks:
     def _decoded(self, block: Block, payload: bytes) -> Content | Damaged:
         where = f"{self._layout.segment(*block.segment_key)} at byte {block.offset}"
         try:
-            return Content(payload, decode_block(payload, self._schema, block.count, where))
+            return Content(payload, decode_block(payload, self._schema, block.count, where, block.sums))
         except Damaged as error:
             return error
 

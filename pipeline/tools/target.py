@@ -80,7 +80,7 @@ def find_target(path: str | os.PathLike[str], *, step: int | None = None) -> Tar
 def _run(where: str, step: int | None) -> Target:
     layout = Layout(where)
     run, _ = identify(layout)
-    found = find_generations(layout, run.run_id)
+    found = find_generations(layout, run.run_id, forgiving=True)
     return Target(RUN, where, layout, run, _chosen(found, step, where))
 
 

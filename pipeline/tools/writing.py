@@ -12,7 +12,6 @@ import numpy as np
 
 from pipeline.buffer.transitions.blocks import encode_rows, rows_of_block
 from pipeline.buffer.transitions.bodies import changed, some_rows
-from pipeline.buffer.transitions.checked import checksum_of
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import CompressedColumn
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, PLACE
@@ -26,6 +25,7 @@ from pipeline.errors import ForebayError
 from pipeline.records import AnyEvent, Closed
 from pipeline.replay.next_obs import KEYS_FILE, file_of
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
+from pipeline.store.block_sums import checksum_of
 from pipeline.store.files import FilesLike
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import Layout, RunFile, SegmentKey, segment_key

@@ -261,4 +261,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["inspect", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == SHARDS
     assert main(["salvage", str(out), str(tmp_path / "again")]) == 0
-    assert "Nothing was damaged." in capsys.readouterr().out
+    assert "Nothing was lost." in capsys.readouterr().out

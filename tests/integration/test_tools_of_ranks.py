@@ -142,7 +142,7 @@ def test_the_commands_read_it(run: Any, tmp_path: Path, capsys: pytest.CaptureFi
             ["reshard", str(directory), "--to", str(size), "--out", str(tmp_path / "r")],
             f"  ranks     {size}; groups",
         ),
-        (["salvage", str(directory), str(tmp_path / "v")], "Nothing was damaged."),
+        (["salvage", str(directory), str(tmp_path / "v")], "Nothing was lost."),
     ):
         assert main(command) == 0
         assert shown in capsys.readouterr().out

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from pipeline import ReplayBuffer
 from pipeline.buffer.transitions.blocks import KEPT_MARKS, blob_head, decode_block, encode_arrays, encode_block
 from pipeline.buffer.transitions.bodies import BODIES, RowArrays, some_rows, without
-from pipeline.buffer.transitions.checked import CheckedBlock, checksum_of
+from pipeline.buffer.transitions.checked import CheckedBlock
 from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.buffer.transitions.layout import MARKS
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.errors import Damaged
+from pipeline.store.block_sums import checksum_of
 
 DTYPES = ["bool", "uint8", "int16", "float16", "bfloat16", "float8_e5m2", "float32", "int64", "complex64", "float64"]
 NUMPY = {"F32": "<f4", "F64": "<f8", "F16": "<f2", "I64": "<i8", "I16": "<i2", "U8": "u1", "BOOL": "?", "C64": "<c8"}

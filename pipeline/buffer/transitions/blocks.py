@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.bodies import BODIES, RowArrays, body_of, described, some_rows, stored_name, without
-from pipeline.buffer.transitions.checked import CHUNK, SUMS, sums_of
+from pipeline.buffer.transitions.checked import CHUNK, sums_of
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import LENGTHS, PACKED, CompressedColumn, fitting
 from pipeline.buffer.transitions.layout import BEHIND, CUT, END, EPISODE, MARKS, PLACE, SERIAL, VERSION
@@ -23,6 +23,7 @@ from pipeline.buffer.transitions.recycling import Recycler
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots, TransitionStorage
 from pipeline.errors import Damaged
+from pipeline.store.block_sums import OTHER_BLOCK, SUMS, checksum_of
 from pipeline.store.codec import TensorBytes, bodies_of_head, item_bytes, read_bytes
 
 KEPT_MARKS = (EPISODE, PLACE, BEHIND, VERSION, END)
@@ -135,12 +136,20 @@ def blob_head(parts: Sequence[tuple[str, str, tuple[int, ...]]], bodies: str = "
     return len(text).to_bytes(8, "little") + text, offsets
 
 
-def decode_block(blob: Any, schema: Schema, count: int, where: str) -> Arrays:
+def decode_block(blob: Any, schema: Schema, count: int, where: str, sums: int = -1) -> Arrays:
     """Return the columns and marks of a block, as views of ``blob``.
 
+    Args:
+        blob: its payload.
+        schema, count: what is expected.
+        where: it lies, for the error.
+        sums: as it is listed; -1: not known.
+
     Raises:
-        Damaged: it is no block of so many rows of these columns.
+        Damaged: it is no block of so many rows of these columns, or not the one that is listed.
     """
+    if sums >= 0 and checksum_of(memoryview(blob)) != sums:
+        raise Damaged(f"{where}: {OTHER_BLOCK}")
     columns = [*schema.columns, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]
     arrays = decode_columns(blob, columns, (count,), where)
     # An episode may have been cut between the moment that was saved and the writing; `cut_keys` are of that moment.

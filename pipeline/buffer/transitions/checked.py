@@ -17,10 +17,10 @@ from pipeline.buffer.transitions.bodies import BODIES, RowArrays, body_of
 from pipeline.buffer.transitions.columns import Arrays, Column
 from pipeline.buffer.transitions.compressed import PACKED
 from pipeline.errors import Damaged, UsageError
+from pipeline.store.block_sums import SUMS
 from pipeline.store.blocks import crc32c, crc32c_more, crc32c_of_array
 from pipeline.store.codec import Laid, bodies_of_head, read_layout
 
-SUMS = "#sums"
 CHUNK = 16 << 10
 _HEAD = 2048  # bytes in which the header of most blocks lies
 
@@ -32,15 +32,6 @@ def sums_of(data: np.ndarray) -> np.ndarray:
     if whole * CHUNK < len(data):
         sums.append(crc32c_of_array(data[whole * CHUNK :]))
     return np.array(sums, "<u4").view(np.uint8)
-
-
-def checksum_of(blob: memoryview) -> int:
-    """Return the crc32c of a block's header, with the length in front, and of its sums; -1 if it has none."""
-    head = blob[: 8 + int.from_bytes(blob[:8], "little")]
-    laid = read_layout(head, len(blob)).get(SUMS)
-    if laid is None:
-        return -1
-    return crc32c_more(crc32c_more(0, head), blob[laid.begin : laid.end])
 
 
 class Range(NamedTuple):

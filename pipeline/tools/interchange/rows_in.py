@@ -12,10 +12,10 @@ from collections.abc import Callable
 import msgspec
 
 from pipeline.buffer.transitions.blocks import BLOCK_BYTES, encode_arrays
-from pipeline.buffer.transitions.checked import checksum_of
 from pipeline.buffer.transitions.layout import BEHIND
 from pipeline.checkpoint.manifest import BLOCKS_FILE, REPLAY
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, encode_state
+from pipeline.store.block_sums import checksum_of
 from pipeline.store.segments import Block
 from pipeline.tools.interchange.linking import Linker
 from pipeline.tools.interchange.new_run import NewRun

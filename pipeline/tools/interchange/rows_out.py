@@ -199,7 +199,7 @@ class _Reading:
         schema = self._buffer.state.schema
         assert schema is not None
         where = f"{self._layout.segment(*block.segment_key)} at byte {block.offset}"
-        arrays = decode_block(found, schema, block.count, where)
+        arrays = decode_block(found, schema, block.count, where, block.sums)
         for column in schema.columns:
             if arrays[column.name].dtype == object:
                 arrays[column.name] = unpacked(arrays[column.name], column.shape, column.bits)
