@@ -19,6 +19,7 @@ from pipeline.tools.exporting import export
 from pipeline.tools.importing import import_data
 from pipeline.tools.interchange.aside import SUFFIX, aside
 from tests.support.disk import tree
+from tests.support.experience import fed, filled, resumed
 from tests.support.kept_runs import replay_run
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,21 @@ def run(tmp_path: Path) -> str:
         buffer.extend({"obs": np.arange(80.0).reshape(40, 2), "reward": np.arange(40), "terminated": end})
         buffer.save(4, wait=True)
     return str(tmp_path / "run")
+
+
+async def test_of_a_run_that_has_both_the_command_says_how_to_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    buffer, run = ReplayBuffer(100, seed=1), str(tmp_path / "run")
+    async with fed(buffer, 3, directory=run) as pipe:
+        await resumed(pipe)
+        await pipe.start()
+        await filled(pipe)
+        await (await pipe.save(1)).committed()
+    assert main(["export", run, str(tmp_path / "out"), "--to", "jsonl"]) == 2
+    assert "--content" in capsys.readouterr().err
+    for each in ("transitions", "rollouts"):
+        assert main(["export", run, str(tmp_path / each), "--to", "jsonl", "--content", each]) == 0
 
 
 def test_both_commands_say_what_they_did(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

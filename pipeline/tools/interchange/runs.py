@@ -59,7 +59,10 @@ def content_of(opened: Opened, wanted: str | None) -> str:
         rows = any(info.path == STATE_FILE for info in manifest.files)
         there = [TRANSITIONS, ROLLOUTS] if rows else [ROLLOUTS]
         if rows and wanted is None:
-            raise ConfigError.of("content", None, "the run has transitions and rollouts: say which of them")
+            raise ConfigError(
+                f"{opened.layout.directory}: the run has transitions and rollouts; say which of them is wanted, with "
+                "--content or content=: 'transitions' or 'rollouts'"
+            )
     else:
         there = [TRANSITIONS]
     if wanted is not None and wanted not in there:
