@@ -297,13 +297,15 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError)
-_METADATA = "__metadata__"  # what safetensors has for texts that are no tensors
+METADATA = "__metadata__"
+"""What safetensors has for texts that are no tensors."""
 _decode_all = msgspec.json.Decoder(dict[str, _Entry]).decode
 
 
 def _decode_layout(head: bytes | bytearray | memoryview) -> dict[str, _Entry]:
     found = _decode_all(head)
-    found.pop(_METADATA, None)
+    if METADATA in found and not found[METADATA].dtype:  # with one it is a tensor that somebody has called so
+        del found[METADATA]
     return found
 
 
@@ -313,10 +315,10 @@ def bodies_of_head(head: bytes | memoryview) -> str:
     Raises:
         Damaged: they cannot be read.
     """
-    if _METADATA.encode() not in bytes(head):
+    if METADATA.encode() not in bytes(head):
         return ""
     try:
-        return _decode_all(bytes(head[8:])).get(_METADATA, _Entry()).bodies
+        return _decode_all(bytes(head[8:])).get(METADATA, _Entry()).bodies
     except (*_UNREADABLE, RecursionError) as error:
         raise Damaged(f"payload: not a safetensors blob ({error})") from None
 
@@ -423,8 +425,14 @@ def _view(data: np.ndarray, entry: _Entry) -> torch.Tensor:
 
 
 def tensor_of(dtype: str, shape: Sequence[int], data: np.ndarray) -> torch.Tensor:
-    """Return a tensor over its bytes: [bytes] uint8, which can be written to and are nobody else's."""
-    return _view(data, _Entry(dtype, tuple(shape), (0, len(data))))
+    """Return a tensor over its bytes: [bytes] uint8, which can be written to and are nobody else's.
+
+    Raises:
+        KeyError: there is no such dtype.
+        ValueError: they are more or fewer than such a tensor has.
+    """
+    entry = _Entry(dtype, tuple(shape), (0, len(data)))
+    return _view(_bytes_of(data, entry), entry)
 
 
 def read_header(blob: bytes, where: str = "payload") -> PayloadHeader:

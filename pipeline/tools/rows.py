@@ -163,7 +163,7 @@ class _Rows:
         names = (EPISODE, PLACE, VERSION, END, self._reward)
         for number, tensors in _tensors(self._layout, self._blocks, names):
             block = self._blocks[number]
-            if any(name not in tensors or len(tensors[name]) != block.count for name in names[:-1]):
+            if any(not _is_mark(tensors.get(name), block.count) for name in names[:-1]):
                 self.unread += 1
                 continue
             given = tensors.get(self._reward, np.empty(0))
@@ -187,6 +187,11 @@ class _Rows:
         """Return what the priorities of the rows that are there come to."""
         priorities = self._values.get("selector.priorities.float64", np.empty(0))
         return Figures.of(priorities[self._kept] if len(self._kept) and len(priorities) else priorities)
+
+
+def _is_mark(values: Ints | None, count: int) -> bool:
+    """Whether these are what a mark of so many rows can be: a damaged header may say anything."""
+    return values is not None and values.shape == (count,) and values.dtype.kind in "iu"
 
 
 def _lengths(marks: Mapping[str, Ints], ends: Ints) -> Ints:
@@ -277,12 +282,11 @@ def _parts(file: Blocks, block: Block, names: Sequence[str]) -> dict[str, Ints]:
         }
         if BODIES in laid and (own := [each for each in places_said(bodies_of_head(head)) if each.name in names]):
             bodies = laid[BODIES]
-            raw = file.exactly(begin + bodies.begin, bodies.end - bodies.begin)
+            raw, (count, width) = file.exactly(begin + bodies.begin, bodies.end - bodies.begin), bodies.shape
             for each in own:
-                values, count = each.of(raw, bodies.shape[1]), bodies.shape[0]
-                found[each.name] = _array(each.dtype, (count, *each.shape), values)
+                found[each.name] = _array(each.dtype, (count, *each.shape), each.of(raw, width))
         return found
-    except (Damaged, StoreError, TypeError, ValueError, RuntimeError):
+    except (Damaged, StoreError, LookupError, TypeError, ValueError, RuntimeError):
         return {}
 
 

@@ -24,7 +24,7 @@ from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import Slots, TransitionStorage
 from pipeline.errors import Damaged
 from pipeline.store.block_sums import OTHER_BLOCK, SUMS, checksum_of
-from pipeline.store.codec import TensorBytes, bodies_of_head, item_bytes, read_bytes
+from pipeline.store.codec import METADATA, TensorBytes, bodies_of_head, item_bytes, read_bytes
 
 KEPT_MARKS = (EPISODE, PLACE, BEHIND, VERSION, END)
 BLOCK_BYTES = 4 << 20
@@ -51,6 +51,7 @@ def encode_rows(ring: Ring, slots: Slots, count: int, memory: Recycler | None = 
     assert layout is not None
     parts: list[_Part] = []
     packed = len(layout.small) > 1 and layout.body.itemsize > 0  # one column is a tensor like any other
+    packed = packed and all(column.name != METADATA for column in layout.large)  # what is said of bodies stands there
     for column in layout.large if packed else layout.schema.columns:
         view: Any = storage.view(column.name)
         if isinstance(view, CompressedColumn):
@@ -126,7 +127,7 @@ def blob_head(parts: Sequence[tuple[str, str, tuple[int, ...]]], bodies: str = "
     """Return the beginning of a ``safetensors`` blob up to its data, and where in these each part begins, and the last
     one ends. Parts are (name, dtype as safetensors spells it, shape), wide types first, so that each is aligned to its
     own item size without gaps. ``bodies`` is what is said of these, if it has such."""
-    header: dict[str, Any] = {"__metadata__": {"bodies": bodies}} if bodies else {}
+    header: dict[str, Any] = {METADATA: {"bodies": bodies}} if bodies else {}
     offsets = [0]
     for name, dtype, shape in parts:
         offsets.append(offsets[-1] + item_bytes(dtype) * prod(shape))

@@ -46,7 +46,8 @@ class RowArrays(dict[str, np.ndarray]):
 
     def rows(self, which: Any) -> RowArrays:
         """Return some of the rows: views by a slice, copies by numbers."""
-        found = RowArrays({}, self.bodies[which])
+        plain = self.bodies.view(f"V{self.bodies.dtype.itemsize}")  # with fields, what none fills would be anything
+        found = RowArrays({}, plain[which].view(self.bodies.dtype))
         found.update({name: array[which] for name, array in self.beside().items()})
         return found
 
@@ -107,8 +108,15 @@ class Place(NamedTuple):
     begin: int
 
     def of(self, bodies: bytes, width: int) -> bytes:
-        """Return the column's values of bodies of ``width`` bytes each, one after the other."""
+        """Return the column's values of bodies of ``width`` bytes each, one after the other.
+
+        Raises:
+            KeyError: there is no such dtype.
+            ValueError: it does not lie in a body.
+        """
         size = item_bytes(self.dtype) * prod(self.shape)
+        if min(self.shape, default=0) < 0 or not 0 <= self.begin <= width - size:
+            raise ValueError(f"{self.name!r} is said to lie at bytes {self.begin} to {self.begin + size} of {width}")
         return np.frombuffer(bodies, np.uint8).reshape(-1, width)[:, self.begin : self.begin + size].tobytes()
 
 

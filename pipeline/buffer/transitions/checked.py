@@ -88,6 +88,8 @@ class CheckedBlock:
         if crc32c_more(crc32c_more(0, head), raw) != checksum:
             raise damaged(0)
         self._begin, self._end = len(head), sums.begin
+        if len(raw) != 4 * -(-(self._end - self._begin) // CHUNK):
+            raise damaged(0)
         self._sums: list[int] = np.frombuffer(raw, "<u4").tolist()
 
     def _of_bodies(self, head: bytes, columns: Sequence[Column]) -> np.dtype[Any]:
@@ -97,6 +99,8 @@ class CheckedBlock:
             return np.dtype([])
         if laid.dtype != "U8" or len(laid.shape) != 2 or laid.end - laid.begin != self._count * laid.shape[1]:
             raise self._damaged(0)
+        if laid.end > self._laid[SUMS].begin:
+            raise self._damaged(laid.begin)
         return body_of(bodies_of_head(head), laid.shape[1], columns, "a block")
 
     def ranges(self, rows: slice, names: Iterable[str]) -> list[Range]:
@@ -134,6 +138,8 @@ class CheckedBlock:
                 )
             if laid is None or laid.shape != (self._count, *shape) or laid.end - laid.begin != self._count * width:
                 raise self._damaged(0)
+            if laid.end > self._end:  # of what lies behind them there are no sums
+                raise self._damaged(laid.begin)
             known = self._known[name] = (laid.begin - self._begin, width)
         return known
 
