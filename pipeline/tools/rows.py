@@ -292,4 +292,6 @@ def _parts(file: Blocks, block: Block, names: Sequence[str]) -> dict[str, Ints]:
 
 def _array(dtype: str, shape: tuple[int, ...], raw: bytes) -> Ints:
     tensor = tensor_of(dtype, shape, np.frombuffer(bytearray(raw), np.uint8))
+    if tensor.is_complex():  # such have no order, and no figures
+        return np.full(tuple(shape), np.nan)
     return (tensor.float() if tensor.is_floating_point() else tensor).numpy()

@@ -236,6 +236,9 @@ def _told(
     )
 
 
+_NOT_COMPARED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def _drawn(key: str, tensors: list[Any]) -> Drawn:
     """Return what the tensors of one key come to."""
     given = [each if isinstance(each, torch.Tensor) else torch.from_numpy(np.asarray(each)) for each in tensors]
@@ -255,8 +258,11 @@ def _drawn(key: str, tensors: list[Any]) -> Drawn:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers in a dtype that torch compares: of one byte it does so with integers alone."""
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    """Return the same numbers in a dtype that torch compares: floats of one byte are none, nor are integers without a
+    sign that have more."""
+    if tensor.is_floating_point():
+        return tensor.float() if tensor.element_size() == 1 else tensor
+    return tensor.double() if tensor.dtype in _NOT_COMPARED else tensor
 
 
 def _shape(shapes: list[tuple[int, ...]]) -> str:

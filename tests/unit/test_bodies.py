@@ -20,6 +20,7 @@ from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.buffer.transitions.layout import MARKS
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.errors import Damaged
+from pipeline.replay.feeding import schema_of
 from pipeline.store.block_sums import checksum_of
 
 DTYPES = ["bool", "uint8", "int16", "float16", "bfloat16", "float8_e5m2", "float32", "int64", "complex64", "float64"]
@@ -59,6 +60,23 @@ def test_what_is_written_is_read(data: st.DataObject, count: int) -> None:
     for name, array in arrays.items():
         assert storage.view(name)[2 : 2 + count].tobytes() == array.tobytes(), name
     assert bytes(encode_arrays(schema, found, count)) == bytes(blob)  # what no column fills up is 0, too
+    every = np.arange(count)
+    assert bytes(encode_arrays(schema, some_rows(some_rows(found, every[::-1]), every[::-1]), count)) == bytes(blob)
+
+
+def test_rows_that_are_taken_by_their_numbers_keep_what_no_column_fills() -> None:
+    body = np.dtype({"names": ["a", "b"], "formats": ["<f4", "u1"], "offsets": [0, 4], "itemsize": 24})
+    raw = np.full((4000, 24), 7, np.uint8)
+    which = np.arange(0, 4000, 2)
+    for _ in range(3):
+        junk = np.full((len(which), 24), 171, np.uint8)  # what memory held before is nobody's to write to the disk
+        del junk
+        part = some_rows(RowArrays({}, raw.view(body)[:, 0]), which)
+        assert isinstance(part, RowArrays)
+        assert part.bodies.tobytes() == raw[which].tobytes()
+        part["a"][3] = 5  # they are the caller's to change, and so are the bodies
+        assert part.bodies["a"][3] == 5
+        assert (raw == 7).all()
 
 
 def test_anybody_can_read_it_with_the_format_s_own_library() -> None:
@@ -124,12 +142,95 @@ def test_bodies_that_lie_otherwise_than_in_memory_are_read_too() -> None:
         ([["a", "F32", [3]]], 40, "U8", 4),
         ([["a", "F32", [3], 0], ["b", "I16", [], 20], ["c", "F64", [], 24]], 0, "U8", 4),
         ({"a": 1}, 40, "U8", 4),
+        ([["a", "F32", [3], 0], ["b", "I16", [], 20], ["c", "F64", [], 24], ["b", "I16", [], 12]], 40, "U8", 4),
     ],
 )
 def test_what_does_not_fit_is_damage(said: Any, width: int, dtype: str, count: int) -> None:
     blob = block_of(said, width, dtype=dtype)
     with pytest.raises(Damaged, match="a block"):
         decode_block(blob, SCHEMA, count, "a block")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ["d", "F32", [2], 1000],  # past the end: it has no values, and yet a shape
+        ["d", "F32", [2], -20],
+        ["d", "F32", [1 << 40], 24],
+        ["d", "F32", [-1], 24],
+        ["d", "G99", [], 24],
+        ["a", "F32", [3], 24],  # twice
+    ],
+)
+def test_columns_of_a_block_are_those_that_lie_in_it(place: list[Any]) -> None:
+    said = [["a", "F32", [3], 0], ["b", "I16", [], 12], ["c", "F64", [], 16]]
+    assert schema_of(block_of(said, 40), "a block") == SCHEMA
+    with pytest.raises(Damaged, match="a block"):
+        schema_of(block_of([*said, place], 40), "a block")
+
+
+def checked_of(blob: bytes | memoryview, count: int) -> CheckedBlock:
+    columns = [*COLUMNS, *(Column(name, MARKS[name].name) for name in KEPT_MARKS)]
+    raw = memoryview(bytes(blob))
+    return CheckedBlock(
+        lambda begin, size: bytes(raw[begin : begin + size]),
+        len(raw),
+        checksum_of(raw),
+        columns,
+        count,
+        lambda at: Damaged(f"at {at}"),
+    )
+
+
+def moved(blob: bytes, name: str, change: Any) -> bytes:
+    """A block of which the header says something else of a tensor; its checksums are right."""
+    length = int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8 : 8 + length])
+    header[name] |= change(header[name])
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(text) == length
+    return blob[:8] + text + blob[8 + length :]
+
+
+@pytest.mark.parametrize("name", [BODIES, "#end", "#sums"])
+def test_what_has_no_checksum_is_damage(name: str) -> None:
+    blob = bytes(encode_arrays(SCHEMA, given_rows(COLUMNS, 40), 40)) + bytes(4096)
+    behind = len(blob) - 8 - int.from_bytes(blob[:8], "little") - 4096
+
+    def change(each: dict[str, Any]) -> dict[str, Any]:
+        size = each["data_offsets"][1] - each["data_offsets"][0]
+        if name == "#sums":
+            return {"shape": [2], "data_offsets": [each["data_offsets"][0], each["data_offsets"][0] + 2]}
+        return {"data_offsets": [behind, behind + size]}
+
+    def read(given: bytes) -> Any:
+        checked, rows = checked_of(given, 40), slice(0, 40)
+        return checked.read(rows, checked.ranges(rows, ["a", "#end"]))
+
+    assert read(blob)
+    with pytest.raises(Damaged, match="at "):
+        read(moved(blob, name, change))
+
+
+@pytest.mark.parametrize("others", [{}, {"a": 1, "b": 2}], ids=["alone", "beside"])
+@pytest.mark.parametrize("shape", [(), (300,)], ids=["small", "large"])
+def test_a_column_may_be_called_as_a_header_calls_its_texts(
+    others: dict[str, float], shape: tuple[int, ...], tmp_path: Any
+) -> None:
+    given = np.random.default_rng(0).random((20, *shape)).astype(np.float32)
+    rows = {"__metadata__": given} | {name: np.full(20, value) for name, value in others.items()}
+    with ReplayBuffer(20, directory=tmp_path / "run") as buffer:
+        buffer.extend(rows)
+        blob = bytes(encode_block(buffer.ring, 0, 20))
+        buffer.save(1, wait=True)
+    schema = Schema.of(rows)
+    assert schema_of(blob, "a block") == schema
+    assert decode_block(blob, schema, 20, "a block")["__metadata__"].tobytes() == given.tobytes()
+    for verify in ("full", "lazy"):
+        with ReplayBuffer(20, directory=tmp_path / "run") as buffer:
+            buffer.resume(verify=verify)  # type: ignore[arg-type]
+            batch = buffer.sample(50)
+            assert (batch["__metadata__"].numpy() == given[batch.keys]).all()
 
 
 def test_a_column_that_was_exchanged_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ import anyio
 import numpy as np
 import pytest
 
-from pipeline import Context, ForebayError, Item, NotARun, Rollout
+from pipeline import Context, ForebayError, Item, NotARun, ReplayBuffer, Rollout
 from pipeline.cli import main
 from pipeline.tools import inspect, rows, sample_run, show_item
 from pipeline.tools.figures import BINS, Figures
@@ -160,6 +161,33 @@ class TestBuffers:
         (buffer,) = found.buffers
         assert (buffer.rows, buffer.rewards.count, buffer.unread) == (100, 0, buffer.blocks)
         assert "could not be read" in found.notes[0]
+
+    @pytest.mark.parametrize(
+        ("said", "instead"),
+        [
+            (b'\\"F32\\"', b'\\"G32\\"'),  # of a column in bodies: a dtype that there is none of
+            (b'\\"F32\\"', b'\\"U32\\"'),
+            (b'"I64"', b'"F64"'),  # of a mark: none is a float
+            (b'"I64"', b'"J64"'),
+            (b"[100,16]", b"[1600  ]"),  # bodies of no width
+            (b"[100,16]", b"[100,-2]"),
+            (b'"dtype"', b'"dtypd"'),
+            (b'"shape":[100]', b'"shape":[   ]'),
+            (b"bodies", b"bodiez"),
+        ],
+    )
+    def test_blocks_whose_headers_say_what_cannot_be(self, run_directory: str, said: bytes, instead: bytes) -> None:
+        with ReplayBuffer(100, directory=run_directory) as made:
+            made.extend(kept.rows(100))
+            made.save(1, wait=True)
+        (path,) = Path(run_directory, "segments").iterdir()
+        raw = path.read_bytes()
+        for at in [each.start() for each in re.finditer(re.escape(said), raw)]:
+            path.write_bytes(raw[:at] + instead + raw[at + len(said) :])
+            (buffer,) = looked(run_directory).buffers
+            assert buffer.rows == 100
+            assert buffer.unread in (0, buffer.blocks)
+        assert said in raw
 
     @pytest.mark.virtual_time
     async def test_a_buffer_that_rollouts_fill(self) -> None:

@@ -16,7 +16,7 @@ from pipeline.checkpoint.generations import find_generations
 from pipeline.cli import main
 from pipeline.replay.looking import look_at, look_at_trajectories
 from pipeline.store.layout import Layout
-from pipeline.tools import sample_run
+from pipeline.tools import inspect, sample_run
 from pipeline.tools.sampling import Sampled
 from tests.support import kept
 from tests.support.kept import fingerprint
@@ -127,6 +127,21 @@ def test_floats_of_one_byte(run_directory: str) -> None:
     (found,) = (each for each in sampled(run_directory, 64).keys if each.key == "small")
     assert (found.dtype, found.least, found.most, found.bytes) == ("float8_e4m3fn", -2.0, 0.5, 64)
     assert 0 < found.not_finite < 64
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "complex64"])
+def test_numbers_that_torch_does_not_compare(run_directory: str, dtype: str) -> None:
+    with ReplayBuffer(10, directory=run_directory) as buffer:
+        buffer.resume()
+        buffer.extend({"reward": np.array([7, 250], dtype), "done": np.zeros(2, bool)})
+        buffer.save(1, wait=True)
+    (found,) = (each for each in sampled(run_directory, 64).keys if each.key == "reward")
+    real = dtype != "complex64"
+    assert (found.dtype, found.least, found.most) == (dtype, 7 if real else None, 250 if real else None)
+    (facts,) = inspect(run_directory).buffers
+    rewards = facts.rewards
+    assert (rewards.count, rewards.least, rewards.most) == ((2, 7, 250) if real else (0, None, None))
+    assert facts.unread == 0
 
 
 def test_trajectories(run_directory: str, tmp_path: Path) -> None:

@@ -127,12 +127,15 @@ def places_said(text: str) -> list[Place]:
     """Return what a block says of its bodies.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or names a column twice.
     """
     try:
-        return _places(text)
+        found = _places(text)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"what the block says of its bodies cannot be read ({error})") from None
+    if len({each.name for each in found}) < len(found):
+        raise ValueError("what the block says of its bodies names a column twice")
+    return found
 
 
 def described(columns: Mapping[str, tuple[str, tuple[int, ...]]], body: np.dtype[Any]) -> str:
@@ -180,7 +183,7 @@ def _body_said(text: str, width: int, columns: tuple[tuple[Column, str], ...]) -
     if not width:
         raise ValueError("bodies have no bytes there")
     for name, dtype, shape, begin in places_said(text):
-        if name not in known or name in names:
+        if name not in known:
             continue
         column, expected = known[name]
         if (dtype, shape) != (expected, column.shape):
