@@ -228,7 +228,7 @@ def test_a_column_may_be_called_as_a_header_calls_its_texts(
     assert decode_block(blob, schema, 20, "a block")["__metadata__"].tobytes() == given.tobytes()
     for verify in ("full", "lazy"):
         with ReplayBuffer(20, directory=tmp_path / "run") as buffer:
-            buffer.resume(verify=verify)  # type: ignore[arg-type]
+            buffer.resume(verify=verify)
             batch = buffer.sample(50)
             assert (batch["__metadata__"].numpy() == given[batch.keys]).all()
 
