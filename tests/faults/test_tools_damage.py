@@ -126,7 +126,7 @@ async def test_an_output_that_is_there_is_not_touched(run: Path, tmp_path: Path,
     (out / holds).write_text("mine")
     assert main(["salvage", str(run), str(out)]) == 2
     assert main(["salvage", str(run), str(out), "--dry-run"]) == 2
-    assert "is not written over" in capsys.readouterr().err
+    assert "must be absent or an empty folder" in capsys.readouterr().err
     assert os.listdir(out) == [holds]
 
 
