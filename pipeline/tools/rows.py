@@ -24,6 +24,7 @@ from pipeline.replay.loading import read_values
 from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
 from pipeline.replay.trajectory_loading import read_infos
 from pipeline.replay.trajectory_state import STATE_FILE as TRAJECTORIES_FILE
+from pipeline.replay.values import Values
 from pipeline.store.blocks import Blocks
 from pipeline.store.codec import bodies_of_head, read_layout, tensor_of
 from pipeline.store.frames import HEADER_BYTES
@@ -107,7 +108,7 @@ def _transitions(layout: Layout, stored: Stored, rank: int | None, options: Mapp
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     fields = options.get("fields")
     reward = str(fields.get("reward", "reward")) if isinstance(fields, Mapping) else "reward"
-    rows = _Rows(layout, state, read_values(stored), blocks, reward)
+    rows = _Rows(layout, stored, state, blocks, reward)
     return BufferFacts(
         rank=rank,
         rows=state.held,
@@ -133,11 +134,12 @@ class _Rows:
     """What the rows of a buffer come to. They are read twice, block by block, as they need not fit into memory."""
 
     def __init__(
-        self, layout: Layout, state: BufferState, values: Mapping[str, Ints], blocks: Sequence[Block], reward: str
+        self, layout: Layout, stored: Stored, state: BufferState, blocks: Sequence[Block], reward: str
     ) -> None:
-        self._layout, self._state, self._values, self._blocks, self._reward = layout, state, values, blocks, reward
+        self._layout, self._stored, self._state, self._blocks, self._reward = layout, stored, state, blocks, reward
         self._ends_of, self._first = Ends(state), _firsts(blocks)
-        self._places = values.get("pool.at.int64")
+        self._values = _held_of(stored)
+        self._places = self._values.get("pool.at.int64")
         self._kept = np.zeros(state.size if state.dropped else 0, bool)
         self.rewards, self.lengths = Gathered(), Gathered()
         self.versions, self.ends = Counter[int](), Counter[int]()
@@ -185,8 +187,19 @@ class _Rows:
 
     def priorities(self) -> Figures:
         """Return what the priorities of the rows that are there come to."""
-        priorities = self._values.get("selector.priorities.float64", np.empty(0))
-        return Figures.of(priorities[self._kept] if len(self._kept) and len(priorities) else priorities)
+        found, values = Gathered(), Values(self._stored)
+        for take in (found.bound, found.spread):
+            at = 0
+            for piece in values.pieces("selector.priorities.float64"):  # they grow with the rows
+                take(piece[self._kept[at : at + len(piece)]] if len(self._kept) else piece)
+                at += len(piece)
+        return found.figures()
+
+
+def _held_of(stored: Stored) -> dict[str, Ints]:
+    """Return what is held of a generation's arrays: where rows of a pool lie, and which episodes come back."""
+    files = [each for each in stored.manifest.files if each.path.startswith(("values/pool.at.", "values/episodes."))]
+    return read_values(Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=files)))
 
 
 def _is_mark(values: Ints | None, count: int) -> bool:
