@@ -59,7 +59,7 @@ class Playing(NamedTuple):
         own = np.searchsorted(self.taken, items)
         tasks = np.array([place[self.every.task[item]] for item in items.tolist()], np.int64)
         table = np.column_stack([numbers, self.uids[own], self.every.part[items], self.every.uid[items], tasks])
-        found = dict(generation_files(Progress(), step))
+        found: dict[str, bytes | memoryview] = dict(generation_files(Progress(), step))
         found[ITEMS_FILE] = table.astype(np.int64).tobytes()
         found[TASKS_FILE] = msgspec.json.encode(names) + b"\n"
         return found

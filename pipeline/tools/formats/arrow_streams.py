@@ -52,7 +52,7 @@ class Outgoing:
         """Yield tables, each with how many transitions or records it holds."""
         stream = self._stream
         if isinstance(stream, Transitions):
-            for rows in rechunked(stream.batches(), lambda rows: self._most * len(rows) // max(1, rows.nbytes)):
+            for rows in rechunked(stream.batches(), lambda rows: self._most * len(rows) // max(1, rows.held_bytes)):
                 yield table_of(self._pa, self.schema, stream, rows), len(rows)
                 self._out.progress(rows.nbytes)
             return

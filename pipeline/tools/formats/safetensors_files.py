@@ -58,7 +58,7 @@ def write(stream: Stream, out: OutFolder) -> None:
     """Write a stream."""
     most = min(out.part_bytes, _FILE_BYTES)
     if isinstance(stream, Transitions):
-        for rows in rechunked(stream.batches(), lambda rows: max(1, most * len(rows) // max(1, rows.nbytes))):
+        for rows in rechunked(stream.batches(), lambda rows: max(1, most * len(rows) // max(1, rows.held_bytes))):
             _write_file(out, _named(stream, rows), {}, len(rows))
             out.progress(rows.nbytes)
         return

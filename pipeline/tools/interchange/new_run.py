@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.checkpoint.generations import GenerationWriter
@@ -15,6 +15,7 @@ from pipeline.locations import Location
 from pipeline.records import AnyEvent
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
+from pipeline.tools.output import GrowingFile
 from pipeline.tools.writing import SegmentWriter, committed
 
 INCARNATION = 1
@@ -39,12 +40,12 @@ class NewRun:
         """Write an event, sooner or later; payloads that came before it are written before."""
         self._segments.append(event)
 
-    def commit(self, kind: str, files: Mapping[str, bytes | memoryview], step: int, **more: Any) -> str:
+    def commit(self, kind: str, files: Mapping[str, bytes | Iterator[bytes]], step: int, **more: Any) -> str:
         """Make it a run with one generation, and return its id.
 
         Args:
             kind: of the run.
-            files: of the generation, by path.
+            files: of the generation, by path: their bytes, or pieces of these.
             step: the trainer's.
             more: of the manifest.
 
@@ -56,7 +57,10 @@ class NewRun:
             generation = GenerationWriter(self.layout, self._files, 0)
             generation.begin()
             for path, content in files.items():
-                generation.add(path, content)
+                if isinstance(content, bytes):
+                    generation.add(path, content)
+                else:
+                    self._grow(generation, path, content)
             committed(generation, [wrote], Manifest(step=step, reason=REASON, **more), self._run, kind=kind)
             self.layout.write_marker(self._files, self._run)
         except ForebayError:
@@ -66,6 +70,15 @@ class NewRun:
                 f"{self.layout.directory}: could not be written: {error}. Free space, and retry"
             ) from error
         return self._run.run_id
+
+    def _grow(self, generation: GenerationWriter, path: str, pieces: Iterator[bytes]) -> None:
+        file = GrowingFile(self._files, generation, path)
+        try:
+            for piece in pieces:
+                file.write(piece)
+            file.finish()
+        finally:
+            file.close()
 
     def abandon(self) -> None:
         """Close the files, after a failure; whoever made the folder removes it."""

@@ -51,7 +51,7 @@ def write_rollouts(stream: Records, directory: str, *, step: int, progress: Call
     return run_id, count
 
 
-def generation_files(progress: Progress, step: int) -> dict[str, bytes | memoryview]:
+def generation_files(progress: Progress, step: int) -> dict[str, bytes]:
     """Return what a generation of a pipeline holds, after ``step`` steps of which nothing else is known."""
     progress = msgspec.structs.replace(
         progress,

@@ -7,7 +7,7 @@ Those that it lacks are made: an episode ends with a row that is terminated or t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -62,12 +62,12 @@ def write_transitions(
                 most = max(most, float(rows.marks[PRIORITY].max()))
             progress(rows.nbytes)
         state = _state(stream, linker, most)
-        files: dict[str, bytes | memoryview] = {
+        files: dict[str, bytes | Iterator[bytes]] = {
             STATE_FILE: encode_state(state, {}),
             BLOCKS_FILE: msgspec.msgpack.encode(blocks),
         }
         if spool is not None and state.size:
-            files[f"{VALUES_FOLDER}/{_PRIORITIES}"] = spool.content()
+            files[f"{VALUES_FOLDER}/{_PRIORITIES}"] = spool.pieces()
         options = {"capacity": state.capacity, "imported": True}
         run_id = run.commit(REPLAY, files, step, options=options)
     except BaseException:

@@ -61,6 +61,11 @@ class Rows:
         """Bytes of all columns."""
         return sum(array.nbytes for array in self.columns.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of columns and marks: of narrow rows the marks are most of it."""
+        return self.nbytes + sum(array.nbytes for array in self.marks.values())
+
     def part(self, which: Any) -> Rows:
         """Return some of them, by a slice, a mask or places."""
         return Rows(

@@ -94,7 +94,7 @@ class _Written:
         chunks: list[Any] = [head, *(flat_bytes(record.tensors[each.name]) for each in columns), item]
         return memoryview(b"".join(chunks))
 
-    def files(self) -> dict[str, bytes | memoryview]:
+    def files(self) -> dict[str, bytes]:
         """Return what the generation holds."""
         table = np.array(self._rows, np.int64).reshape(-1, len(_TABLE))
         state = TrajectoryState(
@@ -104,7 +104,7 @@ class _Written:
             total_samples=int((table[:, 0] * table[:, 1]).sum()),
             weights=list(self._weights),
         )
-        files: dict[str, bytes | memoryview] = {
+        files: dict[str, bytes] = {
             STATE_FILE: encode_state(state, {}),
             BLOCKS_FILE: msgspec.msgpack.encode(self.blocks),
         }
