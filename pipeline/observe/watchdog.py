@@ -5,7 +5,8 @@ the loop's thread is doing, and reports once, when the answer is there. On the l
 
 * A hold of 1.5 times the limit or longer is always reported, one below the limit never.
 * A call that keeps the interpreter's lock (a large ``json.loads``) stops the watching thread too. That thread then
-  wakes late, while the loop's has been computing, and looks at once: the loop's thread is still on that line.
+  wakes late, while the loop's has been computing, and looks at once: the loop's thread is still on that line, unless
+  a third thread took the lock in between.
 * A loop that is late because the machine is busy, and that is found idle, is not reported.
 * ``seconds`` counts from when the loop was asked, so it may be short by half the limit.
 """

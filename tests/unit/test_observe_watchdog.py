@@ -122,7 +122,7 @@ def test_a_call_that_begins_in_the_moment_of_a_look_is_named(run: Callable[[Main
     reports: list[Held] = []
     both = threading.Event()
     hog = long_call()
-    left = 2
+    calls = 0
 
     def report(held: Held) -> None:
         reports.append(held)
@@ -138,9 +138,11 @@ def test_a_call_that_begins_in_the_moment_of_a_look_is_named(run: Callable[[Main
             ask = watchdog._loop.call
 
             def crunch_before_the_answer(answer: Callable[[], None]) -> None:
-                nonlocal left
-                if left:
-                    left -= 1
+                nonlocal calls
+                # A third thread, of which a test's process has some, may take the lock where a call ends, and the loop
+                # go on before the watchdog has it: such a call is not named, and another follows.
+                if not both.is_set() and calls < 20:
+                    calls += 1
                     ask(crunch)
                 ask(answer)
 
@@ -149,7 +151,8 @@ def test_a_call_that_begins_in_the_moment_of_a_look_is_named(run: Callable[[Main
             await anyio.sleep(0.3)  # some looks more
 
     run(main)
-    assert ["crunch" in held.where or "lambda" in held.where for held in reports] == [True, True], reports
+    assert 2 <= len(reports) <= calls, reports
+    assert all("crunch" in held.where or "lambda" in held.where for held in reports), reports
 
 
 @loops
