@@ -26,7 +26,7 @@ from pipeline.store.layout import Layout
 
 GB = 10**9
 ROW = 165  # bytes of content
-HELD = 224  # bytes that a row takes in memory, with marks and priority
+HELD = 210  # bytes that a row takes in memory, with marks and priority: see `benchmarks replay`
 SAVED, LOADED, ENVS, LENGTH = 4, 3, 64, 200
 ROUNDS = 3
 MILLION = 1_000_000

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block
-from pipeline.buffer.transitions.bodies import RowArrays, some_rows
+from pipeline.buffer.transitions.bodies import beside, bodies_as, some_rows
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.compressed import packed_row
 from pipeline.buffer.transitions.layout import (
@@ -188,12 +188,13 @@ class Mover:
         if len(self._records) < count:
             self._records = np.zeros(count, layout.record)
         records = self._records[:count]
-        apart = layout.small
-        if isinstance(arrays, RowArrays) and arrays.bodies.dtype == layout.body:
-            body = f"V{layout.body.itemsize}"
-            records.getfield(body, MARK_BYTES)[...] = arrays.bodies.view(body)
-            apart = [column for column in layout.small if column.name in arrays.beside()]
-        for column in apart:
+        bodies = bodies_as(arrays, layout.body)
+        if bodies is not None:
+            records.getfield(bodies.dtype, MARK_BYTES)[...] = bodies
+        apart = arrays if bodies is None else beside(arrays)
+        for column in layout.small:
+            if column.name not in apart:
+                continue
             to, given = records[column.name], arrays[column.name]
             if column.nbytes > 8 and given.flags.c_contiguous:
                 kind = f"V{column.nbytes}"

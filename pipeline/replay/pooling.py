@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.blocks import decode_block, encode_rows, rows_of_block
+from pipeline.buffer.transitions.bodies import some_rows
 from pipeline.buffer.transitions.columns import Schema
 from pipeline.buffer.transitions.compressed import fitting
 from pipeline.buffer.transitions.pool import Pool
@@ -160,7 +161,7 @@ def read_rows(reader: PayloadReader, pool: Pool, schema: Schema, blocks: Sequenc
         arrays = fitting(decode_block(found, schema, block.count, where, block.sums), pool.storage.views, schema)
         slots = filled[of == number]
         rows = pool.at[slots] - block.first
-        pool.storage.write(slots, {name: array[rows] for name, array in arrays.items()})
+        pool.storage.write(slots, some_rows(arrays, rows))
 
 
 def take_places(pool: Pool, state: BufferState, values: Mapping[str, Any]) -> None:

@@ -29,7 +29,8 @@ crc32c = google_crc32c.value
 
 def crc32c_of_array(array: np.ndarray) -> int:
     """Return the crc32c of a contiguous array [n] uint8, which is not copied."""
-    return google_crc32c.extend(0, array)  # type: ignore[no-any-return]
+    checksum: int = google_crc32c.extend(0, array)
+    return checksum
 
 
 def crc32c_more(checksum: int, chunk: bytes | bytearray | memoryview) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from pipeline.buffer.transitions.bodies import changed, some_rows
 from pipeline.buffer.transitions.columns import Arrays, Column
 from pipeline.buffer.transitions.layout import BEHIND, EPISODE, PLACE
 from pipeline.replay.next_obs import Aside
@@ -42,8 +43,9 @@ class RowsOfBlock(NamedTuple):
         """Return some of them."""
         if chosen.all():
             return self
-        arrays = {name: each[chosen] for name, each in self.arrays.items()}
-        return RowsOfBlock(self.keys[chosen], arrays, Marks(*(each[chosen] for each in self.marks)))
+        return RowsOfBlock(
+            self.keys[chosen], some_rows(self.arrays, chosen), Marks(*(each[chosen] for each in self.marks))
+        )
 
 
 class Kept(NamedTuple):
@@ -130,7 +132,7 @@ class GapsWriter:
         self._leave(found.closed)
         episode = self._base + found.part
         self._noted.note(rows.keys, now, episode, found.place)
-        self._blocks.add({**rows.arrays, EPISODE: episode, PLACE: found.place, BEHIND: found.behind})
+        self._blocks.add(changed(rows.arrays, {EPISODE: episode, PLACE: found.place, BEHIND: found.behind}))
         begin, end = int(rows.keys[0]), int(rows.keys[-1]) + 1
         oldest = self._state.added - self._state.size
         for values, file in self._extras:
@@ -191,4 +193,5 @@ class GapsWriter:
 
 
 def of_each(name: str) -> bool:
+    """Whether a file of this name has a number for each row that the selection goes by."""
     return name.startswith("selector.") and not name.startswith("selector.order.")

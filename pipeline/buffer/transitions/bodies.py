@@ -58,6 +58,18 @@ class RowArrays(dict[str, np.ndarray]):
         return found
 
 
+def bodies_as(arrays: Mapping[str, Any], body: np.dtype[Any]) -> np.ndarray | None:
+    """Return the bodies of rows [n], without fields, if they lie as these do; None: take the columns."""
+    if not isinstance(arrays, RowArrays) or arrays.bodies.dtype != body:
+        return None
+    return arrays.bodies.view(f"V{arrays.bodies.dtype.itemsize}")
+
+
+def beside(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the columns of rows that count beside their bodies."""
+    return arrays.beside() if isinstance(arrays, RowArrays) else arrays
+
+
 def some_rows(arrays: Arrays, which: Any) -> Arrays:
     """Return some rows of columns; bodies stay what they are."""
     if isinstance(arrays, RowArrays):
@@ -83,9 +95,9 @@ def joined(
         return {name: together([part[name] for part in parts])[order] for name in first}
     plain = f"V{bodies[0].dtype.itemsize}"
     whole = np.concatenate([each.view(plain) for each in bodies])[order].view(bodies[0].dtype)
-    beside = set[str]().union(*(part.beside() for part in parts if isinstance(part, RowArrays)))
+    names = set[str]().union(*map(beside, parts))
     found = RowArrays({}, whole)
-    found.update({name: together([part[name] for part in parts])[order] for name in beside})
+    found.update({name: together([part[name] for part in parts])[order] for name in names})
     return found
 
 

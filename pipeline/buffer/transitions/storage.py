@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.buffer.transitions.bodies import RowArrays
+from pipeline.buffer.transitions.bodies import beside, bodies_as
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import AHEAD, MARK_BYTES, MARKS, RowLayout
 from pipeline.buffer.transitions.memory import Memory, ProcessMemory
@@ -123,9 +123,10 @@ class TransitionStorage:
 
     def write(self, slots: Slots, arrays: Mapping[str, Any]) -> None:
         """Copy columns or marks, [n, ...] or one value for all, into n slots."""
-        if isinstance(arrays, RowArrays) and self.layout is not None and arrays.bodies.dtype == self.layout.body:
-            self.bodies[slots] = arrays.bodies.view(self.bodies.dtype)
-            arrays = arrays.beside()
+        bodies = None if self.layout is None else bodies_as(arrays, self.layout.body)
+        if bodies is not None:
+            self.bodies[slots] = bodies
+            arrays = beside(arrays)
         for name, array in arrays.items():
             self._views[name][slots] = array
 
@@ -142,17 +143,18 @@ class TransitionStorage:
 
     def copy_in(self, slots: slice, arrays: Arrays, marks: np.ndarray) -> None:
         """Copy columns [n, ...] and marks [n], with their fields, into n slots."""
+        assert self.layout is not None
         plain, begin = marks.view(self._plain.dtype), slots.start
-        if not isinstance(arrays, RowArrays) or self.layout is None or arrays.bodies.dtype != self.layout.body:
+        bodies = bodies_as(arrays, self.layout.body)
+        if bodies is None:
             self.write(slots, arrays)
             self._plain[slots] = plain
             return
-        bodies = arrays.bodies.view(self.bodies.dtype)
         for at in range(0, len(plain), _AT_ONCE):
             end = min(at + _AT_ONCE, len(plain))
             self.bodies[begin + at : begin + end] = bodies[at:end]
             self._plain[begin + at : begin + end] = plain[at:end]
-        self.write(slots, arrays.beside())
+        self.write(slots, beside(arrays))
 
     def place(self, begin: int, rows: np.ndarray, records: np.ndarray, large: Mapping[str, np.ndarray]) -> None:
         """Copy some of the packed records [n], and of large columns [n, ...], into the slots from ``begin`` on."""
