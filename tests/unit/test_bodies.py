@@ -287,3 +287,23 @@ def test_special_dtypes_come_back_as_tensors(tmp_path: Any) -> None:
         assert batch["x"].dtype is torch.bfloat16
         assert (batch["x"].float() == batch["y"]).all()
         assert ((batch["y"] > 3) == batch["z"]).all()
+
+
+@pytest.mark.parametrize("storage", ["memory", "mapped"])
+def test_blocks_of_thousands_of_rows_come_back(tmp_path: Any, storage: Any) -> None:
+    def rows(first: int, count: int) -> dict[str, np.ndarray]:
+        number = np.arange(first, first + count)
+        return {"n": number, "half": (number / 2).astype(np.float32), "terminated": number % 700 == 699}
+
+    with ReplayBuffer(5000, directory=tmp_path / "run", storage=storage) as buffer:
+        for first in range(0, 8000, 4000):  # the ring goes round
+            buffer.extend(rows(first, 4000), version=first)
+        buffer.save(1, wait=True)
+        ring = buffer.ring
+        before = {name: view[ring.slots(ring.keys())].tobytes() for name, view in ring.storage.views.items()}
+    with ReplayBuffer(5000, directory=tmp_path / "run", storage=storage) as buffer:
+        assert buffer.resume(continue_episodes=True).rows == 5000
+        ring = buffer.ring
+        found = {name: view[ring.slots(ring.keys())] for name, view in ring.storage.views.items()}
+    assert found["n"].tolist() == list(range(3000, 8000))
+    assert {name: each.tobytes() for name, each in found.items()} == before
