@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ _NAMES = ("distributed.py", "conversation.py", "connections.py", "errors.py", "o
 _LEFT_OUT = tuple(f"{_ROOT}/{name}" for name in _NAMES)
 """How ranks speak with each other, what an error says, and logs."""
 
+_FINALIZED = weakref.finalize.__call__.__code__
+
 
 class Injected(Exception):
     """Nothing of the library's own, and nothing that it would take for an error of the disk."""
@@ -31,6 +34,7 @@ class Calls:
         self.seen: dict[CodeType, None] = {}
         self._fails = fails
         self.failed = False
+        self._end: FrameType | None = None  # of an object that goes, which may be anybody's
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -44,9 +48,15 @@ class Calls:
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(_ROOT) or code.co_filename.startswith(_LEFT_OUT):
+        if event == "return" and frame is self._end:
+            self._end = None
+        if event != "call" or self._end is not None:
             return
-        if code.co_name == "__del__":  # nobody hears of an error in it
+        # When it comes hangs on what ran before, in the whole process; and nobody hears of an error in it.
+        if code.co_name == "__del__" or code is _FINALIZED:
+            self._end = frame
+            return
+        if not code.co_filename.startswith(_ROOT) or code.co_filename.startswith(_LEFT_OUT):
             return
         self.seen[code] = None
         if code is self._fails and not self.failed:
