@@ -21,6 +21,7 @@ from pipeline.replay.parts import check_kind
 from pipeline.replay.pooling import needed_by, read_rows, take_places
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, read_buffer_state
 from pipeline.replay.unread import UnreadPool, UnreadRows
+from pipeline.replay.values import Values, ValuesFile
 from pipeline.store.files import open_plain
 from pipeline.store.held import HeldSegments
 from pipeline.store.layout import Layout
@@ -77,17 +78,21 @@ class ReadRows(NamedTuple):
     state: BufferState
     unknown: dict[str, Any]
     blocks: list[Block]
-    values: dict[str, np.ndarray]
+    values: dict[str, Any]
+    """Arrays; and of those that were left unread, what reads them."""
     ring: Ring
 
 
-def read_state(layout: Layout, run_tag: int, stored: Stored, like: Ring, *, lazily: bool = False) -> ReadRows:
-    """As :func:`read`, without what was attached; the generation's files were compared with its manifest."""
+def read_state(
+    layout: Layout, run_tag: int, stored: Stored, like: Ring, *, lazily: bool = False, unread: Sequence[str] = ()
+) -> ReadRows:
+    """As :func:`read`, without what was attached; the generation's files were compared with its manifest.
+    ``unread``: of these values only what reads them is had."""
     path = os.path.join(stored.folder, STATE_FILE)
     state, unknown = read_buffer_state(stored.folder)
     check_kind(state, like, path)
     check_columns(state.schema, like, path)
-    values = read_values(stored)
+    values: dict[str, Any] = {**read_values(stored, unread), **open_values(stored, unread)}
     ring = like.like(state.schema)
     ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
@@ -165,12 +170,19 @@ def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequen
             take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where, block.sums))
 
 
-def read_values(stored: Stored) -> dict[str, np.ndarray]:
-    """Return the arrays of a generation, whose files have been compared with its manifest."""
+def open_values(stored: Stored, names: Sequence[str]) -> dict[str, ValuesFile]:
+    """Return what reads those arrays of a generation that have these names, but for their dtype."""
+    values = Values(stored)
+    return {name: values.file(name) for name in values.names if values.count(name) and _without_dtype(name) in names}
+
+
+def read_values(stored: Stored, unread: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Return the arrays of a generation, whose files have been compared with its manifest; but for those ``unread``,
+    by their names without their dtype."""
     values = {}
     for info in stored.manifest.files:
         folder, _, name = info.path.partition("/")
-        if folder == VALUES_FOLDER:
+        if folder == VALUES_FOLDER and not (info.bytes and _without_dtype(name) in unread):
             path = os.path.join(stored.folder, info.path)
             with open_plain(path) as file:
                 raw = file.read()
@@ -179,6 +191,10 @@ def read_values(stored: Stored) -> dict[str, np.ndarray]:
             except ValueError as error:
                 raise Damaged(f"{path}: {len(raw)} bytes are no array of {_dtype_of(name)} ({error})") from None
     return values
+
+
+def _without_dtype(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _dtype_of(name: str) -> np.dtype[Any]:

@@ -11,14 +11,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.buffer.transitions.memory import SparseMemory
+from pipeline.buffer.transitions.pool import Pool
+from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.buffer.transitions.sums import SumTree
 from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAINER_FOLDER, TRAJECTORY_SHARDS
 from pipeline.checkpoint.parts import shard_of
+from pipeline.config import ReplayOptions
 from pipeline.errors import Damaged
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.parts import restore
+from pipeline.replay.rooms import OwnRoom
 from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.state import BufferState, read_buffer_state, set_generator
 from pipeline.replay.thinning import load_alone
@@ -29,8 +36,28 @@ from pipeline.replay.trajectory_shards import read_trajectory_shard
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
 
-_OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs")
+_OPTIONS = ("select", "fields", "returns", "share_next_obs")
 """Of the options that were saved, those that say what is drawn."""
+_UNREAD = ("selector.priorities",)
+"""Values that are read as rows are: of those that are drawn."""
+
+
+class _LookedAt(ReplayBuffer):
+    """Of a buffer, what is drawn from it is in memory."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._begin(options, _Room(options), None)
+
+
+class _Room(OwnRoom):
+    """Memory for few of its rows."""
+
+    def ring(self) -> Ring:
+        remove, storage = self._options.remove, TransitionStorage(self._options.capacity, None, SparseMemory())
+        return Ring(storage) if remove.by == "fifo" else Pool(storage, remove)
+
+    def tree(self, capacity: int) -> SumTree:
+        return SumTree(capacity, fast=False)  # one draw is not worth the import of a compiler
 
 
 class _Folder(NamedTuple):
@@ -67,14 +94,15 @@ def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed
     own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
     check_generation(own)
     state, _ = read_buffer_state(own.folder)
-    buffer = ReplayBuffer(state.capacity, seed=seed or 0, **_options(state, own.manifest.kind, own.manifest.options))
+    options = _options(state, own.manifest.kind, own.manifest.options)
+    buffer = _LookedAt(ReplayOptions.build(state.capacity, options | {"seed": seed or 0}))
     with buffer.gate.lock:
         if state.dropped:  # what is left is put together anew
             seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
             read = load_alone(seen, buffer.options, own, buffer.ring).read
             found = ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
         else:
-            found = read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
+            found = read_state(layout, run_tag, own, buffer.ring, lazily=True, unread=_UNREAD)
         parts = buffer._parts(found.ring)
         try:
             restore(parts, buffer.options, found.state, found.values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -126,8 +126,9 @@ def check_sharing(state: BufferState, options: ReplayOptions, where: str) -> Non
         raise UsageError(f"{where}: was saved with seed={seed}, of which the epoch's order follows; build with that")
 
 
-def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Mapping[str, np.ndarray]) -> None:
-    """Give parts whose ring has its rows back the rest of their state.
+def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Mapping[str, Any]) -> None:
+    """Give parts whose ring has its rows back the rest of their state. Values are arrays; those of the selection may be
+    what reads them where they lie.
 
     Raises:
         LookupError, TypeError, ValueError, AttributeError: it does not fit together.
@@ -158,5 +159,5 @@ def restore(parts: Parts, options: ReplayOptions, state: BufferState, values: Ma
         parts.next_obs.load(keys, arrays)
 
 
-def _of_part(values: Mapping[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
+def _of_part(values: Mapping[str, Any], part: str) -> dict[str, Any]:
     return {name[len(part) + 1 :]: each for name, each in values.items() if name.startswith(f"{part}.")}

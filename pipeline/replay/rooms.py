@@ -14,6 +14,7 @@ from pipeline.buffer.transitions.compressed import CompressingMemory
 from pipeline.buffer.transitions.drawing import Drawer
 from pipeline.buffer.transitions.limiter import Counts
 from pipeline.buffer.transitions.mapped import MappedPool, MappedRing, MappedStorage
+from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.shared.arrays import SharedArrays, arrays_bytes
@@ -99,6 +100,7 @@ class OwnRoom:
         return Ring(storage) if remove.by == "fifo" else Pool(storage, remove)
 
     def tree(self, capacity: int) -> SumTree:
+        ProcessMemory().check(9 * capacity, f"capacity={capacity}: what its rows weigh")
         return SumTree(capacity)
 
     def written(self, ring: Ring) -> Written:

@@ -32,6 +32,9 @@ class ValuesFile:
         self._path, self._dtype = path, np.dtype(dtype)
         self._handle = plain_handle(path)
 
+    def __len__(self) -> int:
+        return os.fstat(self._handle).st_size // self._dtype.itemsize
+
     def read(self, begin: int, count: int) -> np.ndarray:
         """Return ``count`` values from ``begin`` on.
 

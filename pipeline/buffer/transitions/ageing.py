@@ -10,7 +10,6 @@ import numpy as np
 from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
 from pipeline.buffer.transitions.given import MOST, whole
 from pipeline.buffer.transitions.layout import VERSION
-from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.config import StalenessWeighted
@@ -28,7 +27,6 @@ class AgeingDrawer(Drawer):
 
     def __init__(self, ring: Ring, options: StalenessWeighted, new_tree: Callable[[int], SumTree] = SumTree) -> None:
         super().__init__(ring)
-        ProcessMemory().check(9 * ring.capacity, f"capacity={ring.capacity}: probabilities")
         self._half_life = options.half_life
         self._new_tree = new_tree
         self._tree = new_tree(ring.capacity)

@@ -51,8 +51,9 @@ def wholes(name: str, values: Any, least: int, most: int, *, count: int | None =
     return array
 
 
-def masses(name: str, values: Any, *, count: int | None = None) -> Floats:
+def masses(name: str, values: Any, *, count: int | None = None, first: int = 0) -> Floats:
     """Return an array [n] of numbers that rows are drawn in proportion to; the one that is given, if it is of float64.
+    ``first``: how many there are before these.
 
     Raises:
         ValueError: it is none; or there are not ``count`` of them; or one is negative, or no number, or infinite, or
@@ -60,13 +61,23 @@ def masses(name: str, values: Any, *, count: int | None = None) -> Floats:
     """
     array = _flat(name, values, "fiu", "numbers", count).astype(np.float64, copy=False)
     if len(array) and not (array.min() >= 0 and array.max() < np.inf):  # what is no number is neither
-        wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
-        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}; finite numbers that are not negative are needed")
+        wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))[0]
+        raise ValueError(f"{name}[{first + wrong}] is {array[wrong]}; finite numbers that are not negative are needed")
     with np.errstate(over="ignore"):
         total = np.add.reduce(array)
     if not np.isfinite(total):
         raise ValueError(f"{name}: the sum of all {len(array)} is infinite")
     return array
+
+
+def check_masses(name: str, pieces: Iterable[Any]) -> None:
+    """As :func:`masses`, of an array that is there piece by piece."""
+    count, total = 0, 0.0
+    for piece in pieces:
+        total += float(np.add.reduce(masses(name, piece, first=count)))
+        count += len(piece)
+    if not total < np.inf:
+        raise ValueError(f"{name}: the sum of all {count} is infinite")
 
 
 def mass(name: str, value: Any) -> float:

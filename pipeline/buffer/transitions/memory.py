@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+import platform
+import sys
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.store.memory import available_memory
+
+_LINUX = {"x86_64": 0x4000, "aarch64": 0x4000}
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", _LINUX.get(platform.machine(), 0) if sys.platform == "linux" else 0)
+"""More addresses than there is memory may be had; Python has the name since 3.13."""
 
 
 class Memory(Protocol):
@@ -40,3 +47,28 @@ class ProcessMemory:
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return np.zeros(shape, dtype)  # no page is touched for that
+
+
+class SparseMemory:
+    """Memory of this process for a few of many rows, however many these are: nothing is promised beforehand, and what
+    is written to takes small pages, where :class:`ProcessMemory` may be given 2 MB for a row."""
+
+    def check(self, nbytes: int, what: str) -> None:
+        """Of what is never written nobody need have room."""
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        count = int(np.prod(shape, dtype=np.int64))
+        if not count * dtype.itemsize:
+            return np.zeros(shape, dtype)
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+            mapped = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+        except OSError as error:
+            raise ConfigError(
+                f"capacity={shape[0]}, {name}: addresses for {count * dtype.itemsize:,} bytes cannot be had ({error}); "
+                "raise the limit of address space (ulimit -v)",
+                option="capacity",
+            ) from None
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        return np.frombuffer(mapped, np.uint8).view(dtype).reshape(shape)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
 from pipeline.buffer.transitions.given import MOST, mass, masses, whole
-from pipeline.buffer.transitions.memory import ProcessMemory
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
+from pipeline.buffer.transitions.unread_sums import UnreadSums
 from pipeline.config import Anneal, Prioritized
 from pipeline.errors import ConfigError, Starved
 
@@ -24,7 +25,6 @@ class PriorityDrawer(Drawer):
     def __init__(self, ring: Ring, options: Prioritized, new_tree: Callable[[int], SumTree] = SumTree) -> None:
         super().__init__(ring)
         self.options = options
-        ProcessMemory().check(9 * ring.capacity, f"capacity={ring.capacity}: priorities")
         if not isinstance(options.new, str):
             self._powers("new", np.array([options.new], np.float64))
         self._new_tree = new_tree
@@ -199,7 +199,9 @@ class PriorityDrawer(Drawer):
         values[slots] = self.tree.values[slots]
         self.tree.fill(0, self.ring.capacity, values)
 
-    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    def load(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """As of any drawer; the priorities may be :class:`~pipeline.buffer.transitions.unread_sums.Numbers`, which then
+        stay where they are."""
         self.tree = self._new_tree(self.ring.capacity)
         self.tree.empty()
         if not state:  # rows that were drawn in another way before: all of them are new here
@@ -211,12 +213,22 @@ class PriorityDrawer(Drawer):
         given = np.array([mass("ever", state["ever"]), mass("floor", state.get("floor", 0.0))])
         self._ever, self._floor = self._of_alpha(was, given).tolist()
         self._pending = self.ring.added
-        priorities = np.empty(0)
-        if self.ring.size:
-            priorities = self._of_alpha(was, masses("priorities", arrays["priorities"]))
+        if not self.ring.size:
+            return
+        given = arrays["priorities"]
+        in_place = not self.ring.scattered and len(given) == self.ring.size
+        if not isinstance(given, np.ndarray):
+            if in_place:
+                begin, of = self.ring.oldest % self.ring.capacity, partial(self._of_alpha, was)
+                self.tree = UnreadSums(self.ring.capacity, given, begin, of=of, name="priorities")
+                return
+            given = given.read(0, len(given))
+        self._load(self._of_alpha(was, masses("priorities", given)))
+
+    def _load(self, priorities: Floats) -> None:
+        """Set the values of all rows, oldest first; of more, which are gone, they come before."""
         if self.ring.scattered:
-            if self.ring.size:
-                self._set(self.ring.slots(self.ring.keys()), priorities)
+            self._set(self.ring.slots(self.ring.keys()), priorities)
             return
         values = priorities[-self.ring.size :]
         begin = self.ring.oldest % self.ring.capacity

@@ -7,7 +7,7 @@ so that one operation on arrays serves a level. Where numba is installed, a larg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,15 @@ Floats = np.ndarray
 Ints = np.ndarray
 _THREE = np.arange(3)[:, None]
 _SMALL = 10_000  # values below which a tree is not worth the second that it takes to import a compiler
+
+
+def level_sizes(capacity: int) -> list[int]:
+    """Return how many places each level has, the values first; each but the last a multiple of what a node has."""
+    sizes = [-(-capacity // FAN) * FAN]
+    while sizes[-1] > 1:
+        count = sizes[-1] // FAN
+        sizes.append(-(-count // FAN) * FAN if count > 1 else 1)
+    return sizes
 
 
 class SumTree:
@@ -37,10 +46,7 @@ class SumTree:
         fresh: whether that is so; else they are those of a tree of this capacity, which goes on.
         """
         self.capacity = capacity
-        sizes = [-(-capacity // FAN) * FAN]
-        while sizes[-1] > 1:
-            count = sizes[-1] // FAN
-            sizes.append(-(-count // FAN) * FAN if count > 1 else 1)
+        sizes = level_sizes(capacity)
         starts = np.cumsum([0, *sizes])
         self._starts = starts[:-1].astype(np.int64)
         """Where each level begins in the arrays of all, the values first."""
@@ -52,12 +58,17 @@ class SumTree:
         """The least of the values above 0, and the largest one with its sign changed: so that both are a minimum."""
         if fresh:
             self._bounds[0] = np.inf
-        self._fan = np.arange(FAN)[:, None]
-        self._sums = [self._flat[begin : begin + size] for begin, size in zip(starts, sizes, strict=False)]
-        # Of the values themselves there is no least and largest.
-        spans = zip(starts[1:-1] - sizes[0], sizes[1:], strict=True)
-        self._both = [[], *(list(self._bounds[:, begin : begin + size]) for begin, size in spans)]
+        self._divide(self._flat[: sizes[0]], self._flat[sizes[0] :], sizes)
         self._loops = _loops() if fast or (fast is None and capacity >= _SMALL) else None
+
+    def _divide(self, values: Any, inner: Floats, sizes: Sequence[int]) -> None:
+        """Name each level in the arrays of all levels above the values."""
+        self._fan = np.arange(FAN)[:, None]
+        ends = np.cumsum(sizes[1:]).tolist()
+        spans = [slice(end - size, end) for end, size in zip(ends, sizes[1:], strict=True)]
+        self._sums = [values, *(inner[span] for span in spans)]
+        # Of the values themselves there is no least and largest.
+        self._both = [[], *(list(self._bounds[:, span]) for span in spans)]
 
     @property
     def total(self) -> float:
@@ -77,7 +88,8 @@ class SumTree:
     @property
     def values(self) -> Floats:
         """All values [capacity]; not to be written to."""
-        return self._sums[0][: self.capacity]
+        values: Floats = self._sums[0][: self.capacity]
+        return values
 
     def set(self, places: Ints, values: Floats) -> None:
         """Set values; of a place that is named twice the last one counts."""
@@ -124,6 +136,10 @@ class SumTree:
             where = nodes * FAN + self._fan
             children = sums.take(where)
             bounds = [each.take(where) for each in both]
+        self._put(level, nodes, children, bounds)
+
+    def _put(self, level: int, nodes: Ints | slice, children: Floats, bounds: list[Floats]) -> None:
+        """Set nodes of a level, of which the children [FAN, n] are given."""
         # In this order, and not in one that an implementation of `sum` chooses: see `compiled`, whose bits these are.
         sums = children[:8] + children[8:]
         sums = sums[:4] + sums[4:]
