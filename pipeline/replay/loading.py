@@ -84,15 +84,27 @@ class ReadRows(NamedTuple):
 
 
 def read_state(
-    layout: Layout, run_tag: int, stored: Stored, like: Ring, *, lazily: bool = False, unread: Sequence[str] = ()
+    layout: Layout,
+    run_tag: int,
+    stored: Stored,
+    like: Ring,
+    *,
+    lazily: bool = False,
+    rows: type[UnreadRows] | None = None,
+    unread: tuple[str, ...] = (),
 ) -> ReadRows:
     """As :func:`read`, without what was attached; the generation's files were compared with its manifest.
-    ``unread``: of these values only what reads them is had."""
+
+    Args:
+        layout, run_tag, stored, like, lazily: see :func:`read`.
+        rows: what brings rows in, if ``lazily``.
+        unread: values whose names begin with one of these are left where they lie: what reads them is had.
+    """
     path = os.path.join(stored.folder, STATE_FILE)
     state, unknown = read_buffer_state(stored.folder)
     check_kind(state, like, path)
     check_columns(state.schema, like, path)
-    values: dict[str, Any] = {**read_values(stored, unread), **open_values(stored, unread)}
+    values: dict[str, Any] = {**read_values(stored, unread=unread), **open_values(stored, unread)}
     ring = like.like(state.schema)
     ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
@@ -106,7 +118,7 @@ def read_state(
                 _read_rows(PayloadReader(layout, run_tag), ring, state.schema, blocks, layout)
                 ring.relink()
             elif ring.size:
-                _leave_rows(layout, run_tag, ring, state.schema, blocks, stored)
+                _leave_rows(layout, run_tag, ring, state.schema, blocks, stored, rows)
     except (LookupError, ValueError) as error:
         raise Damaged(f"{path}: the rows do not fit together ({error})") from None
     return ReadRows(state, unknown, blocks, values, ring)
@@ -127,7 +139,13 @@ def check_columns(schema: Schema | None, like: Ring, where: str) -> None:
 
 
 def _leave_rows(
-    layout: Layout, run_tag: int, ring: Ring, schema: Schema, blocks: Sequence[Block], stored: Stored
+    layout: Layout,
+    run_tag: int,
+    ring: Ring,
+    schema: Schema,
+    blocks: Sequence[Block],
+    stored: Stored,
+    rows: type[UnreadRows] | None,
 ) -> None:
     """Have the rows read when they are wanted; check that their blocks are there."""
     needed = needed_by(ring, blocks, layout) if isinstance(ring, Pool) else needed_blocks(blocks, ring.oldest)
@@ -136,7 +154,7 @@ def _leave_rows(
     if isinstance(ring, Pool):
         ring.storage.unread = UnreadPool(ring, schema, needed, held)
     else:
-        ring.storage.unread = UnreadRows(ring, schema, needed, held)
+        ring.storage.unread = (rows or UnreadRows)(ring, schema, needed, held)
 
 
 def blocks_of(path: str, state: BufferState) -> list[Block]:
@@ -170,19 +188,19 @@ def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequen
             take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where, block.sums))
 
 
-def open_values(stored: Stored, names: Sequence[str]) -> dict[str, ValuesFile]:
-    """Return what reads those arrays of a generation that have these names, but for their dtype."""
+def open_values(stored: Stored, names: tuple[str, ...]) -> dict[str, ValuesFile]:
+    """Return what reads those arrays of a generation whose names begin with one of these."""
     values = Values(stored)
-    return {name: values.file(name) for name in values.names if values.count(name) and _without_dtype(name) in names}
+    return {name: values.file(name) for name in values.names if name.startswith(names)}
 
 
-def read_values(stored: Stored, unread: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Return the arrays of a generation, whose files have been compared with its manifest; but for those ``unread``,
-    by their names without their dtype."""
+def read_values(stored: Stored, *, unread: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+    """Return the arrays of a generation, whose files have been compared with its manifest; but for those whose names
+    begin with one of ``unread``."""
     values = {}
     for info in stored.manifest.files:
         folder, _, name = info.path.partition("/")
-        if folder == VALUES_FOLDER and not (info.bytes and _without_dtype(name) in unread):
+        if folder == VALUES_FOLDER and not name.startswith(unread):
             path = os.path.join(stored.folder, info.path)
             with open_plain(path) as file:
                 raw = file.read()
@@ -191,10 +209,6 @@ def read_values(stored: Stored, unread: Sequence[str] = ()) -> dict[str, np.ndar
             except ValueError as error:
                 raise Damaged(f"{path}: {len(raw)} bytes are no array of {_dtype_of(name)} ({error})") from None
     return values
-
-
-def _without_dtype(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _dtype_of(name: str) -> np.dtype[Any]:

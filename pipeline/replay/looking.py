@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.buffer.transitions.memory import SparseMemory
-from pipeline.buffer.transitions.pool import Pool
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.sums import SumTree
@@ -24,6 +23,7 @@ from pipeline.errors import Damaged
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import ReadRows, read_state
+from pipeline.replay.looked import LookedRing, LookedRows
 from pipeline.replay.parts import restore
 from pipeline.replay.rooms import OwnRoom
 from pipeline.replay.segment_rows import SegmentRows
@@ -33,28 +33,32 @@ from pipeline.replay.trajectories import TrajectoryBuffer
 from pipeline.replay.trajectory_loading import Reading, Room
 from pipeline.replay.trajectory_loading import read as read_trajectories
 from pipeline.replay.trajectory_shards import read_trajectory_shard
+from pipeline.replay.values import Values, WrittenBack
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
 
-_OPTIONS = ("select", "fields", "returns", "share_next_obs")
+_OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs")
 """Of the options that were saved, those that say what is drawn."""
-_UNREAD = ("selector.priorities",)
-"""Values that are read as rows are: of those that are drawn."""
+_UNREAD = ("selector.", "written.")
+"""Values that are read as rows are: of those that are looked at."""
 
 
 class _LookedAt(ReplayBuffer):
     """Of a buffer, what is drawn from it is in memory."""
 
-    def __init__(self, options: ReplayOptions) -> None:
-        self._begin(options, _Room(options), None)
+    def __init__(self, options: ReplayOptions, ring: Ring) -> None:
+        self._begin(options, _Room(options, ring), None)
 
 
 class _Room(OwnRoom):
     """Memory for few of its rows."""
 
+    def __init__(self, options: ReplayOptions, ring: Ring) -> None:
+        super().__init__(options)
+        self._ring = ring
+
     def ring(self) -> Ring:
-        remove, storage = self._options.remove, TransitionStorage(self._options.capacity, None, SparseMemory())
-        return Ring(storage) if remove.by == "fifo" else Pool(storage, remove)
+        return self._ring
 
     def tree(self, capacity: int) -> SumTree:
         return SumTree(capacity, fast=False)  # one draw is not worth the import of a compiler
@@ -94,15 +98,15 @@ def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed
     own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
     check_generation(own)
     state, _ = read_buffer_state(own.folder)
-    options = _options(state, own.manifest.kind, own.manifest.options)
-    buffer = _LookedAt(ReplayOptions.build(state.capacity, options | {"seed": seed or 0}))
+    given = _options(state, own.manifest.kind, own.manifest.options) | {"seed": seed or 0}
+    if state.remove == "fifo" and not state.dropped:
+        given.pop("compress", None)  # rows that are drawn are few
+        storage = TransitionStorage(state.capacity, None, SparseMemory())
+        buffer: ReplayBuffer = _LookedAt(ReplayOptions.build(state.capacity, given), LookedRing(storage))
+    else:
+        buffer = ReplayBuffer(state.capacity, **given)
     with buffer.gate.lock:
-        if state.dropped:  # what is left is put together anew
-            seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
-            read = load_alone(seen, buffer.options, own, buffer.ring).read
-            found = ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
-        else:
-            found = read_state(layout, run_tag, own, buffer.ring, lazily=True, unread=_UNREAD)
+        found = _read(layout, run_tag, own, buffer, state)
         parts = buffer._parts(found.ring)
         try:
             restore(parts, buffer.options, found.state, found.values)
@@ -112,6 +116,20 @@ def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed
             parts = parts._replace(rng=buffer._parts(found.ring).rng)
     buffer.use_parts(parts)
     return buffer
+
+
+def _read(layout: Layout, run_tag: int, own: Stored, buffer: ReplayBuffer, state: BufferState) -> ReadRows:
+    if state.dropped:  # what is left is put together anew
+        seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
+        read = load_alone(seen, buffer.options, own, buffer.ring).read
+        return ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
+    if not isinstance(buffer.ring, LookedRing):
+        return read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
+    found = read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD)
+    unread = found.ring.storage.unread
+    if isinstance(unread, LookedRows):
+        unread.changes = WrittenBack(found.state, Values(own))
+    return found._replace(state=msgspec.structs.replace(found.state, written_columns=[]))
 
 
 def _without_trainer(stored: Stored) -> Stored:

@@ -121,7 +121,7 @@ class UnreadRows:
         for begin, end in pairwise(edges):
             if begin < end:
                 number, own = int(numbers[begin]), pieces[begin:end].tolist()
-                if self._blocks[number].sums < 0 or _FEW * len(own) >= self._pieces[number + 1] - self._pieces[number]:
+                if self._is_whole(number, len(own)):
                     whole.append((number, own))
                 else:
                     parts += self._parts(number, own)
@@ -134,6 +134,11 @@ class UnreadRows:
             self._bring_whole(number, own)
         self._bring_parts(parts)
         self._end()
+
+    def _is_whole(self, number: int, count: int) -> bool:
+        """Whether a block, of which so many pieces are wanted, is read as a whole."""
+        every = int(self._pieces[number + 1] - self._pieces[number])
+        return self._blocks[number].sums < 0 or _FEW * count >= every
 
     def _bring_whole(self, number: int, own: list[int]) -> None:
         block = self._blocks[number]

@@ -182,8 +182,10 @@ class WrittenBack:
         ]
 
     def into(self, arrays: Arrays, keys: Ints) -> None:
-        """Let it count in rows [n], whose ``keys`` follow each other."""
+        """Let it count in rows [n], whose ``keys`` follow each other; some of their columns."""
         for column, count, of, values in self._columns:
+            if column.name not in arrays:
+                continue
             low, high = (_found(of, count, int(key)) for key in (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
             if low < high:
                 items = int(np.prod(column.shape, dtype=np.int64))

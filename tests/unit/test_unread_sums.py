@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.buffer.transitions import unread_sums
+from pipeline.buffer.transitions import elsewhere, unread_sums
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.buffer.transitions.unread_sums import UnreadSums
 
@@ -59,7 +59,8 @@ def check(tree: SumTree, unread: SumTree, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 2, 15, 16, 17, 255, 256, 257, 1000, 5000])
 def test_they_are_those_of_a_tree_and_stay_so(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread_sums, "_AT_ONCE", 32)
+    for module, name in ((unread_sums, "_AT_ONCE"), (elsewhere, "AT_ONCE")):
+        monkeypatch.setattr(module, name, 32)
     rng = np.random.default_rng(capacity)
     for size in {0, 1, capacity // 3, capacity - 1, capacity}:
         for begin in {0, capacity // 2, capacity - 1}:
@@ -78,7 +79,8 @@ def test_they_are_those_of_a_tree_and_stay_so(capacity: int, monkeypatch: pytest
 
 
 def test_few_values_are_read_for_a_draw_and_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread_sums, "_AT_ONCE", 1 << 10)
+    for module, name in ((unread_sums, "_AT_ONCE"), (elsewhere, "AT_ONCE")):
+        monkeypatch.setattr(module, name, 1 << 10)
     _, unread, numbers = both(10_000, 9_000, 700, np.random.default_rng(0))
     assert numbers.most <= 1 << 10
     numbers.most = 0
@@ -89,7 +91,8 @@ def test_few_values_are_read_for_a_draw_and_a_change(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
 def test_what_cannot_be_is_refused_and_named(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread_sums, "_AT_ONCE", 4)
+    for module, name in ((unread_sums, "_AT_ONCE"), (elsewhere, "AT_ONCE")):
+        monkeypatch.setattr(module, name, 4)
     values = np.ones(10)
     values[6] = wrong
     with pytest.raises(ValueError, match=r"weights\[6\]"):

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints
+from pipeline.buffer.transitions.elsewhere import pieces
 from pipeline.buffer.transitions.given import MOST, whole
 from pipeline.buffer.transitions.layout import VERSION
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
+from pipeline.buffer.transitions.unread_sums import UnreadSums
 from pipeline.config import StalenessWeighted
 from pipeline.errors import Starved
 
@@ -45,12 +47,17 @@ class AgeingDrawer(Drawer):
         if not len(keys):
             return
         versions = self.ring.mark(VERSION, keys).astype(np.int64)
-        newest = int(versions.max())
-        if (newest - self._reference) / self._half_life > _MOST:
-            self._reference = newest
+        if self._refer(int(versions.max())):
             keys = self.ring.keys()
             versions = self.ring.mark(VERSION, keys).astype(np.int64)
         self._tree.set(self.ring.slots(keys), self._masses(versions))
+
+    def _refer(self, newest: int) -> bool:
+        """Have masses be relative to a newer version, if the newest one is far from it; return whether they are."""
+        far = (newest - self._reference) / self._half_life > _MOST
+        if far:
+            self._reference = newest
+        return far
 
     def _masses(self, versions: Ints) -> Floats:
         masses: Floats = np.exp2(np.maximum((versions - self._reference) / self._half_life, -_MOST))
@@ -80,7 +87,14 @@ class AgeingDrawer(Drawer):
             whole("reference", state.get("reference", 0), 0, MOST),
         )
         self._tree.empty()
-        self._place_all()
+        versions = self.ring.elsewhere(VERSION)
+        if versions is None:
+            self._place_all()
+            return
+        self._pending = self.ring.added
+        self._refer(max((int(piece.max()) for _, piece in pieces(versions)), default=0))
+        ring = self.ring
+        self._tree = UnreadSums(ring.capacity, versions, ring.oldest % ring.capacity, of=self._masses, name="versions")
 
     def rebuild(self) -> None:
         self._tree.fill(0, self._tree.capacity, 0.0)

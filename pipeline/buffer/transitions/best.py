@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Best:
         """
         self._ring, self._ranks = ring, ranks
         self._keys = np.empty(0, np.int64)
-        self._bound: float | int | None = None  # None: these are all rows
+        self._bound: Any = None  # None: these are all rows
         self._as_of = (-1, -1)  # rows that were added, and changes of columns
 
     def among(self, count: int, open_: Callable[[Ints], Ints]) -> Ints:
@@ -59,26 +60,47 @@ class Best:
 
     def _look(self, count: int, open_: Callable[[Ints], Ints]) -> Ints:
         """Look at all rows; return those that may be drawn."""
-        ring = self._ring
-        keys = open_(ring.keys())
+        ring, most = self._ring, self._room(count)
         self._as_of = ring.added, ring.rewritten
-        self._bound = None
-        self._keep(keys, self._room(count))
-        return self._keys if len(self._keys) >= count else keys
+        self._bound, left_out = None, False
+        keys, ranks = np.empty(0, np.int64), np.empty(0, np.uint8)
+        for piece in ring.pieces():
+            new = open_(piece)
+            own = self._ranks(new)
+            if left_out:
+                before = self._before_bound(own)
+                new, own = new[before], own[before]
+            keys, ranks = np.concatenate([keys, new]), np.concatenate([ranks, own]) if len(ranks) else own
+            if len(keys) > most:
+                which, left_out = self._first(ranks, most), True
+                keys, ranks = keys[which], ranks[which]
+        self._use(keys)
+        return keys
 
     def _room(self, count: int) -> int:
         return max(8 * count, 4 * int(self._ring.size**0.5), _LEAST)
 
     def _keep(self, keys: Ints, most: int) -> None:
         """Hold the first ``most`` of keys, which are in the order of their age."""
+        self._use(keys if most >= len(keys) else keys[self._first(self._ranks(keys), most)])
+
+    def _use(self, keys: Ints) -> None:
         self._keys = keys
-        if most >= len(keys):
-            return
-        ranks = self._ranks(keys)
-        border = np.partition(ranks, most - 1)[most - 1]
-        if border != border:  # fewer than that are numbers
+        if self._bound is not None and self._bound != self._bound:  # too few are numbers: nothing is said of new rows
             self._as_of = -1, -1
-            return
-        below, equal = np.flatnonzero(ranks < border), np.flatnonzero(ranks == border)
-        self._keys = keys[np.sort(np.concatenate([below, equal[: most - len(below)]]))]
-        self._bound = border
+
+    def _before_bound(self, ranks: np.ndarray) -> Ints:
+        """Whether rows that are younger than all that are held come before the last of these."""
+        bound = self._bound
+        before: Ints = ranks == ranks if bound != bound else ranks < bound
+        return before
+
+    def _first(self, ranks: np.ndarray, most: int) -> Ints:
+        """Return which rows the first ``most`` are of more, in the order of their age as these are; the last of them
+        is the bound. What is no number comes last."""
+        self._bound = border = np.partition(ranks, most - 1)[most - 1]
+        if border != border:
+            below, equal = np.flatnonzero(ranks == ranks), np.flatnonzero(ranks != ranks)
+        else:
+            below, equal = np.flatnonzero(ranks < border), np.flatnonzero(ranks == border)
+        return np.sort(np.concatenate([below, equal[: most - len(below)]]))

@@ -92,6 +92,11 @@ class CheckedBlock:
             raise damaged(0)
         self._sums: list[int] = np.frombuffer(raw, "<u4").tolist()
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows of a column are compressed, so that parts of it cannot be read."""
+        return any(name.startswith(PACKED) for name in self._laid)
+
     def _of_bodies(self, head: bytes, columns: Sequence[Column]) -> np.dtype[Any]:
         """Return the dtype of the block's bodies: without a field, it has none."""
         laid = self._laid.get(BODIES)

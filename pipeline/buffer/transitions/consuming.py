@@ -10,6 +10,7 @@ import numpy as np
 from pipeline.buffer.transitions.drawing import Drawer, Floats, Ints, Starts, rounds
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
+from pipeline.buffer.transitions.unread_sums import UnreadSums
 from pipeline.buffer.transitions.uses import Uses
 from pipeline.buffer.transitions.windows import Window
 from pipeline.config import Uniform
@@ -109,13 +110,23 @@ class ConsumingDrawer(Drawer):
     def arrays(self) -> dict[str, np.ndarray]:
         return {"used": self._uses.values()}
 
-    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self._uses.load(arrays.get("used"))
+    def load(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """As of any drawer; how often rows were drawn may lie elsewhere, and stays there."""
+        ring, used = self.ring, arrays.get("used")
+        self._uses.load(used)
         if self._window is not None:
             self._window.load(state)
-        self._tree = self._new_tree(self.ring.capacity)
-        self._tree.empty()
-        self._place_all()
+        if used is None or isinstance(used, np.ndarray):
+            self._tree = self._new_tree(ring.capacity)
+            self._tree.empty()
+            self._place_all()
+            return
+        self._pending = ring.added
+        self._tree = UnreadSums(ring.capacity, used, ring.oldest % ring.capacity, of=self._open, name="used")
+
+    def _open(self, used: Floats) -> Floats:
+        open_: Floats = (used < self._uses.most).astype(np.float64)
+        return open_
 
     def rebuild(self) -> None:
         self._tree.fill(0, self._tree.capacity, 0.0)
@@ -123,8 +134,8 @@ class ConsumingDrawer(Drawer):
 
     def _place_all(self) -> None:
         self._pending = self.ring.added
-        if self.ring.size:
-            self._mark(self.ring.keys())
+        for keys in self.ring.pieces():
+            self._mark(keys)
 
     def clear(self) -> None:
         self._tree, self._pending = self._new_tree(self.ring.capacity), self.ring.added

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Ints, Starts
+from pipeline.buffer.transitions.elsewhere import Parts, pieces
 from pipeline.buffer.transitions.given import MOST, distinct, whole, wholes
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.uses import Uses
@@ -23,7 +24,7 @@ class EpochDrawer(Drawer):
         self.last, self._seed = options.last, seed
         self.epoch, self.cursor, self.skipped = -1, 0, 0
         self._base = 0
-        self._order: Ints = np.empty(0, np.int64)
+        self._order: Any = np.empty(0, np.int64)  # of the rows of the epoch, whose keys begin at `_base`
         self._uses = None if options.uses is None else Uses(ring, options.uses)
         # Where processes have the rows in common, they have the list as well.
         self._common = ring.array("order", np.int64) if ring.common and self._listed else None
@@ -103,7 +104,7 @@ class EpochDrawer(Drawer):
         return self.cursor >= len(self._order)
 
     def _next(self, most: int, starts: Starts | None) -> Ints:
-        keys = self._order[self.cursor : self.cursor + most] + self._base
+        keys = self._order[self.cursor : self.cursor + most].astype(np.int64) + self._base
         self.cursor += len(keys)
         there = self.ring.alive(keys)
         self.skipped += int((~there).sum())
@@ -114,14 +115,15 @@ class EpochDrawer(Drawer):
     def _begin(self, drawn: list[Ints]) -> None:
         """Begin an epoch; of ``drawn`` rows the uses are not counted yet."""
         self.epoch += 1
-        self.cursor, self._base = 0, self.ring.oldest
+        self.cursor, self._base = 0, 0 if self.ring.scattered else self.ring.oldest
         if not self._listed:
             self._order = self._permutation(self.ring.size)
             return
-        keys = self.ring.keys()
-        if self._uses is not None:
-            keys = keys[self._uses.left(keys, np.concatenate(drawn) if drawn else None) > 0]
-        self._base, self._order = 0, keys[self._permutation(len(keys))]
+        taken, open_ = np.concatenate(drawn) if drawn else None, []
+        for keys in self.ring.pieces():
+            left = keys if self._uses is None else keys[self._uses.left(keys, taken) > 0]
+            open_.append((left - self._base).astype(self._dtype))
+        self._order = self._shuffled(np.concatenate(open_) if open_ else np.empty(0, np.int64))
 
     def _publish(self) -> None:
         """Let other processes have the list of this epoch."""
@@ -131,8 +133,16 @@ class EpochDrawer(Drawer):
             common[:count] = self._order
             self._order = common[:count]
 
+    @property
+    def _dtype(self) -> type[np.integer[Any]]:
+        """For numbers below that of the rows: half the memory, where it can be."""
+        return np.int64 if self.ring.scattered or self.ring.capacity > 2**32 else np.uint32
+
     def _permutation(self, size: int) -> Ints:
-        order: Ints = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(size)
+        return self._shuffled(np.arange(size, dtype=self._dtype))
+
+    def _shuffled(self, order: Ints) -> Ints:
+        np.random.Generator(np.random.PCG64([self._seed, self.epoch])).shuffle(order)
         return order
 
     def state(self) -> dict[str, Any]:
@@ -144,7 +154,8 @@ class EpochDrawer(Drawer):
         arrays = {} if self._uses is None else {"used": self._uses.values()}
         return arrays | {"order": self._order.astype(np.int64)} if self._listed else arrays
 
-    def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    def load(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """As of any drawer; the order, and how often rows were drawn, may lie elsewhere, and stay there."""
         if self._uses is not None:
             self._uses.load(arrays.get("used"))
         if not state:
@@ -154,7 +165,7 @@ class EpochDrawer(Drawer):
         self._seed = whole("seed", state.get("seed", self._seed), 0, MOST)
         self.skipped, self._base = whole("skipped", state["skipped"], 0, MOST), whole("base", state["base"], 0, MOST)
         if "order" in arrays:
-            self._order = distinct("order", wholes("order", arrays["order"], 0, self.ring.keys_end - 1 - self._base))
+            self._take_order(arrays["order"])
             self.cursor = whole("cursor", state["cursor"], 0, len(self._order))
             if len(self._order) > self.ring.capacity:
                 self._leave_out_gone()
@@ -164,12 +175,21 @@ class EpochDrawer(Drawer):
         self.cursor = whole("cursor", state["cursor"], 0, rows)
         self._order = self._permutation(rows) if self.epoch >= 0 else np.empty(0, np.int64)
 
+    def _take_order(self, given: Any) -> None:
+        most = self.ring.keys_end - 1 - self._base
+        if isinstance(given, np.ndarray):
+            self._order = distinct("order", wholes("order", given, 0, most))
+            return
+        for first, piece in pieces(given):
+            wholes("order", piece, 0, most, first=first)
+        self._order = Parts(given)
+
     def _leave_out_gone(self) -> None:
         """Forget rows of the epoch that did not come back to a smaller buffer."""
-        there = self.ring.alive(self._order)
+        there = self.ring.alive(self._order[:] + self._base)
         self.skipped += int((~there[self.cursor :]).sum())
         self.cursor = int(there[: self.cursor].sum())
-        self._order = self._order[there]
+        self._order = self._order[:][there]
 
     def clear(self) -> None:
         self.cursor, self._order = 0, np.empty(0, np.int64)

@@ -38,16 +38,16 @@ def each_whole(name: str, values: Iterable[Any], least: int, most: int) -> None:
         whole(name, value, least, most)
 
 
-def wholes(name: str, values: Any, least: int, most: int, *, count: int | None = None) -> Ints:
-    """Return an array [n] of whole numbers.
+def wholes(name: str, values: Any, least: int, most: int, *, count: int | None = None, first: int = 0) -> Ints:
+    """Return an array [n] of whole numbers. ``first``: how many there are before these.
 
     Raises:
         ValueError: it is none; or there are not ``count`` of them; or one is out of range.
     """
     array = _flat(name, values, "iu", "whole numbers", count)
     if len(array) and not (array.min() >= least and array.max() <= most):  # no mask as long as none is needed
-        wrong = np.flatnonzero((array < least) | (array > most))
-        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}; whole numbers from {least} to {most} are needed")
+        wrong = np.flatnonzero((array < least) | (array > most))[0]
+        raise ValueError(f"{name}[{first + wrong}] is {array[wrong]}; whole numbers from {least} to {most} are needed")
     return array
 
 
@@ -70,12 +70,12 @@ def masses(name: str, values: Any, *, count: int | None = None, first: int = 0) 
     return array
 
 
-def check_masses(name: str, pieces: Iterable[Any]) -> None:
-    """As :func:`masses`, of an array that is there piece by piece."""
+def check_masses(name: str, pieces: Iterable[tuple[int, Any]]) -> None:
+    """As :func:`masses`, of an array that is there piece by piece, each with how many numbers came before."""
     count, total = 0, 0.0
-    for piece in pieces:
-        total += float(np.add.reduce(masses(name, piece, first=count)))
-        count += len(piece)
+    for first, piece in pieces:
+        total += float(np.add.reduce(masses(name, piece, first=first)))
+        count = first + len(piece)
     if not total < np.inf:
         raise ValueError(f"{name}: the sum of all {count} is infinite")
 

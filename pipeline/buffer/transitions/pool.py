@@ -9,12 +9,13 @@ Rows follow no order in which neighbours could be found, so no row knows what co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.elsewhere import AT_ONCE
 from pipeline.buffer.transitions.given import distinct, wholes
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, VERSION
 from pipeline.buffer.transitions.lowest import Lowest, lowest_of
@@ -72,6 +73,11 @@ class Pool(Ring):
         if self._sorted[0] != self.added:
             self._sorted = self.added, self._keys[np.argsort(self._serials[: self.size])]
         return self._sorted[1].copy()
+
+    def pieces(self) -> Iterator[Ints]:
+        keys = self.keys()
+        for begin in range(0, len(keys), AT_ONCE):
+            yield keys[begin : begin + AT_ONCE]
 
     def newest(self, first: int, count: int) -> Ints:
         if first + count == self.added and count == len(self._last):

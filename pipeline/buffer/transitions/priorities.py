@@ -200,8 +200,7 @@ class PriorityDrawer(Drawer):
         self.tree.fill(0, self.ring.capacity, values)
 
     def load(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """As of any drawer; the priorities may be :class:`~pipeline.buffer.transitions.unread_sums.Numbers`, which then
-        stay where they are."""
+        """As of any drawer; the priorities may lie elsewhere, and stay there."""
         self.tree = self._new_tree(self.ring.capacity)
         self.tree.empty()
         if not state:  # rows that were drawn in another way before: all of them are new here
@@ -216,14 +215,11 @@ class PriorityDrawer(Drawer):
         if not self.ring.size:
             return
         given = arrays["priorities"]
-        in_place = not self.ring.scattered and len(given) == self.ring.size
-        if not isinstance(given, np.ndarray):
-            if in_place:
-                begin, of = self.ring.oldest % self.ring.capacity, partial(self._of_alpha, was)
-                self.tree = UnreadSums(self.ring.capacity, given, begin, of=of, name="priorities")
-                return
-            given = given.read(0, len(given))
-        self._load(self._of_alpha(was, masses("priorities", given)))
+        if isinstance(given, np.ndarray):
+            self._load(self._of_alpha(was, masses("priorities", given)))
+            return
+        begin, of = self.ring.oldest % self.ring.capacity, partial(self._of_alpha, was)
+        self.tree = UnreadSums(self.ring.capacity, given, begin, of=of, name="priorities")
 
     def _load(self, priorities: Floats) -> None:
         """Set the values of all rows, oldest first; of more, which are gone, they come before."""

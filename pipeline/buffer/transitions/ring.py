@@ -6,20 +6,19 @@ whether its row is still there, and nothing is kept for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Schema
+from pipeline.buffer.transitions.elsewhere import AT_ONCE, Numbers
 from pipeline.buffer.transitions.episodes import Episodes, Marks
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, PLACE, SERIAL, TRUNCATED, VERSION
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.config.replay import MOST_ROWS
 
 Ints = np.ndarray
-_AT_ONCE = 1 << 20
-"""Rows that are linked at a time."""
 
 
 class Ring:
@@ -27,13 +26,10 @@ class Ring:
 
     scattered = False
     """Whether rows lie in any order, and none knows its neighbours; see :mod:`pipeline.buffer.transitions.pool`."""
-
     processes = 0
     """How many processes have joined, where several add rows."""
-
     numbered = ""
     """What tells how rows are numbered from how they had been, if a resume has given them other keys."""
-
     common = False
     """Whether processes have the rows in common; see :mod:`pipeline.buffer.transitions.shared`."""
 
@@ -100,6 +96,11 @@ class Ring:
         """Return the keys of all rows, oldest first."""
         return np.arange(self.oldest, self.added)
 
+    def pieces(self) -> Iterator[Ints]:
+        """Yield the keys of all rows, oldest first, some hundred thousand at a time."""
+        for first in range(self.oldest, self.added, AT_ONCE):
+            yield np.arange(first, min(first + AT_ONCE, self.added))
+
     def newest(self, first: int, count: int) -> Ints:
         """Return the keys of those of the rows that were just added, ``count`` from the key ``first`` on, which are
         there."""
@@ -146,6 +147,9 @@ class Ring:
             storage.unread.need(name, slots)
         marks: Ints = storage.view(name)[slots]
         return marks
+
+    def elsewhere(self, name: str) -> Numbers | None:
+        """Return a mark, or a column, of all rows, if these are not to be in memory; else None."""
 
     def know_marks(self) -> None:
         """Bring in the marks of rows that lie on the disk alone: lengths of episodes follow from them."""
@@ -392,7 +396,7 @@ class Ring:
         first = self.oldest
         while first < self.added:
             begin = first % self.capacity
-            count = min(self.added - first, self.capacity - begin, _AT_ONCE)
+            count = min(self.added - first, self.capacity - begin, AT_ONCE)
             slots = slice(begin, begin + count)
             self.link_back(first, *(self.storage.view(name)[slots] for name in (BEHIND, EPISODE, PLACE)))
             first += count

@@ -37,7 +37,7 @@ class SharedNextObs:
         self.layout: RowLayout | None = None
         self._of: dict[str, str] = {}  # columns of the observation, by those of the next one
         self._bits: dict[str, np.dtype[Any]] = {}
-        self._place = np.zeros(ring.capacity, np.int32)  # by slot: 0, or 1 + the row's place in the table
+        self._place = ring.array("places", np.int32)  # by slot: 0, or 1 + the row's place in the table
         self._table: Arrays = {}
         self._keys = np.empty(0, np.int64)  # by place: the key of its row, or -1
         self._free: list[int] = []
@@ -79,7 +79,8 @@ class SharedNextObs:
     def forget(self) -> None:
         """Take in that no row and no column is left."""
         self.schema, self.layout, self._of, self._bits, self._table = None, None, {}, {}, {}
-        self._place[:] = 0
+        if len(self._keys):  # else there is none, and no page of a large one need be touched
+            self._place[:] = 0
         self._keys, self._free = np.empty(0, np.int64), []
 
     def split(self, rows: Mapping[str, Any]) -> tuple[dict[str, Any], Arrays, Arrays]:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from pipeline.buffer.transitions.elsewhere import Numbers, pieces
 from pipeline.buffer.transitions.given import check_masses
 from pipeline.buffer.transitions.sums import FAN, Floats, Ints, SumTree, level_sizes
 
 _AT_ONCE = FAN << 14
 _MANY = 64  # of so many values, one
-
-
-class Numbers(Protocol):
-    """An array [n] that lies elsewhere, of which parts are read."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, begin: int, count: int) -> np.ndarray:
-        """Return so many values from ``begin`` on."""
-
-    def at(self, places: Ints) -> np.ndarray:
-        """Return the values [n, 1] at places in any order."""
 
 
 class _Leaves:
@@ -85,8 +74,7 @@ class UnreadSums(SumTree):
         Raises:
             ValueError: one of the numbers is negative, or no number, or infinite, or their sum is.
         """
-        count = len(numbers)
-        check_masses(name, (numbers.read(at, min(_AT_ONCE, count - at)) for at in range(0, count, _AT_ONCE)))
+        check_masses(name, pieces(numbers))
         self.capacity = capacity
         self._unread: Any = _Leaves(numbers, begin, capacity, of)
         self._loops = None

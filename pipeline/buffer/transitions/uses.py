@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.buffer.transitions.elsewhere import Numbers, pieces
 from pipeline.buffer.transitions.given import wholes
 from pipeline.buffer.transitions.ring import Ring
 
@@ -16,6 +17,7 @@ class Uses:
     def __init__(self, ring: Ring, most: int) -> None:
         self.ring, self.most = ring, most
         self._counts = ring.array("uses", np.uint32)
+        self._before: Numbers | None = None  # what each row had been drawn before, if that lies elsewhere
         self.taken = np.empty(0, np.int64)
         """The keys of the last :meth:`take`."""
 
@@ -26,6 +28,8 @@ class Uses:
     def left(self, keys: Ints, drawn: Ints | None = None) -> Ints:
         """Return how many uses rows that are there have left: [n] int64, those among ``drawn`` taken off."""
         left: Ints = self.most - self._counts[self.ring.slots(keys)].astype(np.int64)
+        if self._before is not None:
+            left -= self._before.at(keys - self.ring.oldest)[:, 0]
         if drawn is not None and len(drawn):
             names, times = np.unique(drawn, return_counts=True)
             at = np.minimum(np.searchsorted(names, keys), len(names) - 1)
@@ -54,8 +58,14 @@ class Uses:
         values: Ints = self._counts[self.ring.slots(self.ring.keys())]
         return values
 
-    def load(self, values: Ints | None) -> None:
-        """Take back what :meth:`values` gave, after the ring took back its rows; None: nothing was drawn yet."""
+    def load(self, values: Ints | Numbers | None) -> None:
+        """Take back what :meth:`values` gave, after the ring took back its rows; None: nothing was drawn yet. What is
+        no array stays where it is."""
+        if values is not None and not isinstance(values, np.ndarray):
+            for first, piece in pieces(values):
+                wholes("used", piece, 0, np.iinfo(np.uint32).max, first=first)
+            self._before = values
+            return
         if values is not None:
             wholes("used", values, 0, np.iinfo(np.uint32).max)
         self._counts[:] = 0

@@ -1,0 +1,61 @@
+"""What belongs to the rows of a ring one by one, and need not be in memory: numbers that are read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+Ints = np.ndarray
+AT_ONCE = 1 << 18
+"""Numbers that are read at a time, where all are gone through."""
+
+
+class Numbers(Protocol):
+    """An array [n] of which parts are read."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """Return so many values from ``begin`` on."""
+
+    def at(self, places: Ints) -> np.ndarray:
+        """Return the values [n, 1] at places in any order."""
+
+
+class Zeros:
+    """Numbers of which each is 0."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        return np.zeros(count, np.int64)
+
+    def at(self, places: Ints) -> np.ndarray:
+        return np.zeros((len(places), 1), np.int64)
+
+
+class Parts:
+    """Numbers as an array of which slices are taken."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        begin, end, _ = part.indices(len(self))
+        return self._numbers.read(begin, max(0, end - begin))
+
+
+def pieces(numbers: Numbers) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield numbers piece by piece, each with how many came before."""
+    count = len(numbers)
+    for begin in range(0, count, AT_ONCE):
+        yield begin, numbers.read(begin, min(AT_ONCE, count - begin))

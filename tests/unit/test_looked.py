@@ -1,0 +1,161 @@
+"""What is drawn from a saved buffer that is looked at is what the buffer itself would have drawn next, whatever its
+selection looks at; and of the rows only those that are drawn are kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import ConfigError, ReplayBuffer, Starved, UsageError
+from pipeline.buffer.transitions import elsewhere, unread_sums
+from pipeline.checkpoint.generations import find_generations
+from pipeline.replay import looked
+from pipeline.replay.looked import LookedRing
+from pipeline.replay.looking import look_at
+from pipeline.store.layout import Layout
+
+SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
+SEEDS = range(200) if SOAK else range(6)
+
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "uniform": {"select": "uniform"},
+    "window": {"select": "uniform", "window": 20},
+    "newest episode": {"select": "uniform", "window_trajectories": 1},
+    "newest episodes": {"select": "uniform", "window_trajectories": 7},
+    "every episode": {"select": "uniform", "window_trajectories": 1000},
+    "uses": {"select": "uniform", "uses": 2},
+    "uses of the newest": {"select": "uniform", "uses": 3, "window_trajectories": 6},
+    "epochs": {"select": "without_replacement"},
+    "epochs that drop": {"select": "without_replacement", "last": "drop"},
+    "epochs of uses": {"select": "without_replacement", "uses": 2, "last": "keep"},
+    "fifo": {"select": "ordered", "by": "fifo"},
+    "lifo": {"select": "ordered", "by": "lifo", "uses": 1},
+    "queue": {"select": "ordered", "by": "fifo", "uses": 1},
+    "stalest": {"select": "ordered", "by": "stalest"},
+    "freshest": {"select": "ordered", "by": "freshest", "uses": 2},
+    "least": {"select": "ordered", "by": "min", "field": "reward"},
+    "most": {"select": "ordered", "by": "max", "field": "reward", "uses": 1},
+    "ageing": {"select": "staleness", "half_life": 0.01},
+    "slowly ageing": {"select": "staleness", "half_life": 3.0},
+    "prioritized": {"select": "prioritized", "eps": 0.01},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared": {"share_next_obs": True},
+    "compressed": {"compress": {"big": "zlib"}},
+}
+
+
+def rows(rng: np.random.Generator, count: int, *, big: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "obs": rng.integers(0, 9, (count, 3)).astype(np.float32),
+        "action": rng.integers(0, 5, count),
+        "reward": np.where(rng.random(count) < 0.1, np.nan, rng.integers(0, 6, count)),
+        "next_obs": rng.integers(0, 9, (count, 3)).astype(np.float32),
+        "done": rng.random(count) < 0.15,
+    }
+    return found | ({"big": rng.integers(0, 3, (count, 40, 30), np.uint8)} if big else {})
+
+
+def lived(directory: str, select: Mapping[str, Any], kind: Mapping[str, Any], seed: int, capacity: int) -> None:
+    """A buffer that was filled, drawn from, changed and saved, some of it several times."""
+    rng = np.random.default_rng(seed)
+    with ReplayBuffer(capacity, directory=directory, select=select, seed=seed, **kind) as buffer:
+        buffer.resume()
+        for step in range(int(rng.integers(1, 4))):
+            for _ in range(int(rng.integers(1, 7))):
+                envs = int(rng.integers(1, 4))
+                count = envs * int(rng.integers(1, 12))
+                version = int(rng.integers(0, 2 + 3 * step))
+                buffer.extend(rows(rng, count, big="compress" in kind), envs=envs, version=version)
+                if rng.random() < 0.2:
+                    buffer.end_episode()
+            for _ in range(int(rng.integers(0, 3))):
+                if rng.random() < 0.5:
+                    change(buffer, rng)
+                draw(buffer, int(rng.integers(1, 9)))
+            buffer.save(step, wait=True)
+
+
+def change(buffer: ReplayBuffer, rng: np.random.Generator) -> None:
+    keys = np.unique(buffer.ring.keys()[rng.integers(0, len(buffer), 5)])
+    buffer.write_back(keys, {"reward": rng.integers(-3, 9, len(keys)).astype(np.float64)})
+    if buffer.drawer.takes_priorities:
+        buffer.update_priorities(keys, rng.integers(0, 4, len(keys)))
+
+
+def draw(buffer: ReplayBuffer, count: int) -> Any:
+    """Return what a batch holds; an error if there is none."""
+    try:
+        batch = buffer.sample(count)
+    except Starved as error:
+        return str(error)
+    columns = {name: batch[name].numpy().tobytes() for name in batch.columns}
+    marks = [batch.versions.tolist(), batch.episodes.tolist(), batch.weights.tolist()]
+    return batch.keys.tolist(), columns, marks
+
+
+def seen(directory: str) -> ReplayBuffer:
+    layout = Layout(directory)
+    run = layout.read_run()
+    assert run is not None
+    return look_at(layout, run.tag, find_generations(layout, run.run_id).complete[-1])
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "AT_ONCE", 8)
+    monkeypatch.setattr(unread_sums, "_AT_ONCE", 16)
+    monkeypatch.setattr(looked, "_SPAN", 300)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_what_comes_next_is_drawn(run_directory: str, selection: str, kind: str) -> None:
+    select, options = SELECTIONS[selection], KINDS[kind]
+    for seed in SEEDS:
+        capacity = 10 + 17 * (seed % 5)
+        directory = f"{run_directory}/{seed}"
+        lived(directory, select, options, seed, capacity)
+        found = seen(directory)
+        assert isinstance(found.ring, LookedRing)
+        with ReplayBuffer(capacity, directory=directory, select=select, seed=seed, **options) as real:
+            real.resume()
+            assert len(found) == len(real)
+            for count in (1, 5, 3, 10, 2, 7):
+                assert draw(found, count) == draw(real, count), (seed, count)
+
+
+def test_rows_that_are_not_drawn_are_not_kept(run_directory: str) -> None:
+    for number, select in enumerate(SELECTIONS.values()):
+        directory = f"{run_directory}/{number}"
+        with ReplayBuffer(50_000, directory=directory, select=select) as buffer:
+            buffer.resume()
+            for version in range(5):
+                buffer.extend(rows(np.random.default_rng(version), 10_000, big=False), version=version)
+            buffer.save(1, wait=True)
+        found = seen(directory)
+        draw(found, 4)
+        assert found.ring.storage.view("obs").any(axis=1).sum() < 4_000
+
+
+def test_more_rows_than_there_is_memory(run_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ReplayBuffer(1000, directory=run_directory, select="prioritized") as buffer:
+        buffer.resume()
+        buffer.extend(rows(np.random.default_rng(0), 1000, big=False))
+        buffer.save(1, wait=True)
+        expected = draw(buffer, 9)
+    monkeypatch.setattr("pipeline.buffer.transitions.memory.available_memory", lambda: 1000)
+    assert draw(seen(run_directory), 9) == expected
+    with pytest.raises(ConfigError, match="bytes of memory are needed"):
+        ReplayBuffer(1000, schema=buffer.ring.storage.schema)
+
+
+def test_sequences_are_refused(run_directory: str) -> None:
+    lived(run_directory, {"select": "uniform"}, {}, 1, 50)
+    with pytest.raises(UsageError, match="one by one"):
+        seen(run_directory).sample(2, n_step=3, gamma=0.9)
