@@ -26,6 +26,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "window": {"select": "uniform", "window": 20},
     "newest episode": {"select": "uniform", "window_trajectories": 1},
     "newest episodes": {"select": "uniform", "window_trajectories": 7},
+    "some episodes": {"select": "uniform", "window_trajectories": 3},
     "every episode": {"select": "uniform", "window_trajectories": 1000},
     "uses": {"select": "uniform", "uses": 2},
     "uses of the newest": {"select": "uniform", "uses": 3, "window_trajectories": 6},
@@ -141,6 +142,31 @@ def test_rows_that_are_not_drawn_are_not_kept(run_directory: str) -> None:
         found = seen(directory)
         draw(found, 4)
         assert found.ring.storage.view("obs").any(axis=1).sum() < 4_000
+
+
+def test_the_newest_of_episodes_whose_first_rows_are_gone(run_directory: str) -> None:
+    """They are known by the keys that these had, not by those of the rows that are left."""
+    for capacity in (9, 10, 11):
+        directory, select = f"{run_directory}/{capacity}", {"select": "uniform", "window_trajectories": 2}
+        with ReplayBuffer(capacity, directory=directory, select=select) as buffer:
+            buffer.resume()
+            buffer.extend({"obs": np.arange(40)}, envs=4)
+            buffer.save(1, wait=True)
+            found = seen(directory)
+            drawn = [each.sample(30).episodes.tolist() for each in (found, buffer)]
+        assert drawn[0] == drawn[1]
+        assert set(drawn[0]) == {2, 3}
+
+
+def test_few_of_many_compressed_rows(run_directory: str) -> None:
+    """Their block is read whole, and what is not drawn is not kept."""
+    with ReplayBuffer(3000, directory=run_directory, compress={"big": "zlib"}, select="prioritized") as buffer:
+        buffer.resume()
+        buffer.extend({"big": np.arange(3000 * 1200).reshape(3000, 30, 40) % 251, "number": np.arange(3000)})
+        buffer.save(1, wait=True)
+        found = seen(run_directory)
+        assert draw(found, 3) == draw(buffer, 3)
+    assert found.ring.storage.view("number").astype(bool).sum() < 3 * 16
 
 
 def test_more_rows_than_there_is_memory(run_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline import Ordered, ReplayBuffer, Starved
-from pipeline.buffer.transitions import recent
+from pipeline.buffer.transitions import pool, recent, ring
 from pipeline.buffer.transitions.best import _LEAST, Best
 from pipeline.buffer.transitions.pool import Pool
 
@@ -22,30 +22,31 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(rng: np.random.Generator, count: int, nans: bool) -> dict[str, Any]:
+def rows(rng: np.random.Generator, count: int, nans: float) -> dict[str, Any]:
     reward = rng.integers(0, 40, count).astype(np.float64)  # many are equal
-    if nans:
-        reward[rng.random(count) < 0.3] = np.nan
+    reward[rng.random(count) < nans] = np.nan
     return {"reward": reward, "whole": rng.integers(-9, 9, count).astype(np.int8)}
 
 
 def expected(buffer: ReplayBuffer, order: dict[str, Any], count: int) -> list[int] | None:
     """The first of all rows, as a plain list gives them; None: there are too few."""
     by, field = order["by"], order.get("field", "#version")
-    ring = buffer.ring
-    keys = ring.keys()
+    rows_of = buffer.ring
+    keys = rows_of.keys()
     if "uses" in order:
         keys = keys[buffer._drawer._uses.left(keys) > 0]  # type: ignore[attr-defined]
-    values = ring.mark(field, keys).astype(np.float64) * (-1 if by in ("max", "freshest") else 1)
+    values = rows_of.mark(field, keys).astype(np.float64) * (-1 if by in ("max", "freshest") else 1)
     listed = sorted(range(len(keys)), key=lambda at: (np.isnan(values[at]), np.nan_to_num(values[at]), at))
     return keys[listed[:count]].tolist() if count <= len(keys) else None
 
 
 @pytest.mark.parametrize("remove", ["fifo", "lifo", {"by": "min", "field": "whole"}])
-@pytest.mark.parametrize("nans", [False, True])
+@pytest.mark.parametrize("nans", [0, 0.3, 0.95])
 @pytest.mark.parametrize("name", ORDERS)
-def test_the_first_rows_are_those_of_all(name: str, nans: bool, remove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rows_are_those_of_all(name: str, nans: float, remove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Best, "_room", lambda self, count: count + 3)  # what is held soon comes to its end
+    for module in (ring, pool):
+        monkeypatch.setattr(module, "AT_ONCE", 16)
     rng = np.random.default_rng(len(name))
     buffer = ReplayBuffer(300, select=Ordered(**ORDERS[name]), remove=remove, returns="numpy")
     for number in range(150):
@@ -73,7 +74,7 @@ def test_the_first_rows_are_those_of_all(name: str, nans: bool, remove: Any, mon
 def test_taking_a_few_of_many_looks_at_few(name: str, remove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     buffer = ReplayBuffer(50_000, select=Ordered(**ORDERS[name]), remove=remove)
-    buffer.extend(rows(rng, 50_000, nans=False))
+    buffer.extend(rows(rng, 50_000, nans=0))
     buffer.sample(8)
     looked_at = 0
     mark = buffer.ring.mark
@@ -85,7 +86,7 @@ def test_taking_a_few_of_many_looks_at_few(name: str, remove: Any, monkeypatch: 
 
     monkeypatch.setattr(buffer.ring, "mark", counted)
     for number in range(50):
-        buffer.extend(rows(rng, 4, nans=False), version=number)
+        buffer.extend(rows(rng, 4, nans=0), version=number)
         buffer.sample(8)
     assert looked_at < 50 * 20 * _LEAST // 4 < 50 * 50_000
 
@@ -102,7 +103,7 @@ def test_rows_that_just_came_into_a_pool_and_the_ends_of_its_episodes_are_found_
     for number in range(400):
         first = ring.added
         for _ in range(int(rng.integers(1, 4))):
-            buffer.extend(rows(rng, int(rng.choice([1, 2, 200, 9000])) if number % 50 == 0 else 2, nans=False), env=3)
+            buffer.extend(rows(rng, int(rng.choice([1, 2, 200, 9000])) if number % 50 == 0 else 2, nans=0), env=3)
         serials = ring._serials[: ring.size]
         assert sorted(ring.newest(first, ring.added - first).tolist()) == sorted(
             ring._keys[: ring.size][serials >= first].tolist()
