@@ -73,7 +73,7 @@ class Read(NamedTuple):
     def checksum(self, told: Told) -> int | None:
         """Return its checksum, or None if there is none of it."""
         try:
-            with Blocks(self.path, block=LARGE_BLOCK, told=told) as blocks:
+            with Blocks(self.path, block=min(LARGE_BLOCK, self.length), told=told) as blocks:
                 return blocks.checksum(self.begin, self.length)
         except (ForebayError, OSError):  # who compares will meet it again
             return None

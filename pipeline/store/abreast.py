@@ -16,7 +16,7 @@ Told = Callable[[int], None]
 """Told how many bytes more were read; in a job, to be called after each piece."""
 Job = Callable[[Told], T]
 _THREADS = 2
-_OFTEN = 8 << 20  # bytes, after which the caller is told
+_OFTEN = 32 << 20  # bytes, after which the caller is told
 
 
 class _Left(Exception):

@@ -20,8 +20,9 @@ from pipeline.store.files import plain_handle, size_of
 from pipeline.store.memory import aligned_memory
 
 _BLOCK = 256 << 10
-LARGE_BLOCK = 1 << 20
-"""For files that are read from their beginning to their end: a call for a smaller piece takes longer than it need."""
+LARGE_BLOCK = 4 << 20
+"""For files that are read from their beginning to their end: a call for a smaller piece takes longer than it need, and
+two threads that come back from smaller ones wait for each other."""
 _POLYNOMIAL = 0x82F63B78  # of crc32c, its lowest bit first
 
 crc32c = google_crc32c.value
