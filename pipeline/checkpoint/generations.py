@@ -203,14 +203,15 @@ def with_offer(error: Damaged, stored: Stored, found: Found) -> Damaged:
     return Damaged(f"generation {number} is damaged: {str(error).removesuffix('.')}.{offer}")
 
 
-def check_generation(stored: Stored, *, later: Collection[str] = ()) -> None:
-    """Compare every file of a generation with its manifest, those of ``later`` by size alone. Blocks.
+def check_generation(stored: Stored, *, later: Collection[str] = (), told: Callable[[int], None] | None = None) -> None:
+    """Compare every file of a generation with its manifest, those of ``later`` by size alone; ``told`` is told of the
+    bytes read. Blocks.
 
     Raises:
         Damaged: names the first file that is missing, changed, or no plain file of the generation's folder.
     """
     for info in stored.manifest.files:
-        check_listed(stored, info, size_alone=info.path in later)
+        check_listed(stored, info, size_alone=info.path in later, told=told)
 
 
 def check_listed(

@@ -70,7 +70,8 @@ def _run(given: Any) -> int:
         else:
             show_one(out, item)
         return DONE
-    found = inspect(given.path, step=given.step)
+    with out.bar("inspect") as told:
+        found = inspect(given.path, step=given.step, told=told)
     if given.json:
         out.json(found)
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 
 from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, PIPELINE_RANKS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.cli.terminal import USAGE, Terminal, make_parser, run_command
@@ -46,8 +45,8 @@ def carry_out(name: str, given: argparse.Namespace, do: Callable[[Told | None], 
     def body() -> int:
         terminal = Terminal()
         try:
-            with ExitStack() as stack:
-                made = do(None if given.dry_run else _bar(terminal, name, stack))
+            with terminal.bar(name) as told:
+                made = do(None if given.dry_run else told)
         except UsageError as error:
             print(printable(f"forebay {name}: {error}"), file=sys.stderr)
             return USAGE
@@ -84,18 +83,3 @@ def lines(made: Made, *, dry: bool) -> Iterator[str]:
         yield f"  made of   {part.directory}{shard}, generation {part.generation}, step {part.step}"
     for name, why in made.left_out.items():
         yield f"  left out  {name}: {why}"
-
-
-def _bar(terminal: Terminal, name: str, stack: ExitStack) -> Told:
-    """Return what draws a bar, from when it is first told how much there is."""
-    shown = 0
-    advance: Callable[[int], object] | None = None
-
-    def told(done: int, total: int) -> None:
-        nonlocal advance, shown
-        if advance is None:
-            advance = stack.enter_context(terminal.progress(total, name))
-        advance(done - shown)
-        shown = done
-
-    return told

@@ -48,7 +48,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _run(given: Any) -> int:
     out = Terminal()
-    found = sample_run(given.path, given.count, seed=given.seed, step=given.step, rank=given.rank)
+    with out.bar("sample") as told:
+        found = sample_run(given.path, given.count, seed=given.seed, step=given.step, rank=given.rank, told=told)
     if given.json:
         out.json(found)
     else:

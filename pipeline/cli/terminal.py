@@ -31,7 +31,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -114,6 +114,22 @@ class Terminal:
         finally:
             with suppress(OSError, ValueError):  # the terminal is gone
                 bar.close()
+
+    @contextmanager
+    def bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """As :meth:`progress`, from when it is first told how many bytes are done, and of how many."""
+        shown = 0
+        advance: Advance | None = None
+        with ExitStack() as stack:
+
+            def told(done: int, total: int) -> None:
+                nonlocal advance, shown
+                if advance is None:
+                    advance = stack.enter_context(self.progress(total, what))
+                advance(done - shown)
+                shown = done
+
+            yield told
 
     def flush(self) -> None:
         """Hand what was printed to whoever reads it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +92,7 @@ def read_state(
     lazily: bool = False,
     rows: type[UnreadRows] | None = None,
     unread: tuple[str, ...] = (),
+    told: Callable[[int], None] | None = None,
 ) -> ReadRows:
     """As :func:`read`, without what was attached; the generation's files were compared with its manifest.
 
@@ -99,12 +100,13 @@ def read_state(
         layout, run_tag, stored, like, lazily: see :func:`read`.
         rows: what brings rows in, if ``lazily``.
         unread: values whose names begin with one of these are left where they lie: what reads them is had.
+        told: told of the bytes that are read of these.
     """
     path = os.path.join(stored.folder, STATE_FILE)
     state, unknown = read_buffer_state(stored.folder)
     check_kind(state, like, path)
     check_columns(state.schema, like, path)
-    values: dict[str, Any] = {**read_values(stored, unread=unread), **open_values(stored, unread)}
+    values: dict[str, Any] = {**read_values(stored, unread=unread), **open_values(stored, unread, told)}
     ring = like.like(state.schema)
     ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
@@ -188,10 +190,12 @@ def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequen
             take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where, block.sums))
 
 
-def open_values(stored: Stored, names: tuple[str, ...]) -> dict[str, ValuesFile]:
+def open_values(
+    stored: Stored, names: tuple[str, ...], told: Callable[[int], None] | None = None
+) -> dict[str, ValuesFile]:
     """Return what reads those arrays of a generation whose names begin with one of these."""
     values = Values(stored)
-    return {name: values.file(name) for name in values.names if name.startswith(names)}
+    return {name: values.file(name, told) for name in values.names if name.startswith(names)}
 
 
 def read_values(stored: Stored, *, unread: tuple[str, ...] = ()) -> dict[str, np.ndarray]:

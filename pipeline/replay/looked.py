@@ -5,7 +5,7 @@ A selection may look at a mark, or a column, of every row. Such are read piece b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class LookedRows(UnreadRows):
 
     changes: WrittenBack | None = None
     """What was written back into rows, of which blocks hold what was there before."""
+    told: Callable[[int], None] = staticmethod(lambda count: None)
+    """Told of the bytes that are read of marks, and of columns, that are not kept."""
 
     def __init__(self, ring: Ring, schema: Schema, blocks: Sequence[Block], held: HeldSegments) -> None:
         super().__init__(ring, schema, blocks, held)
@@ -80,7 +82,9 @@ class LookedRows(UnreadRows):
             arrays = some_rows(self._whole(number), rows)
         else:
             checked = self._check(number)
-            arrays = checked.read(rows, checked.ranges(rows, [name]))
+            ranges = checked.ranges(rows, [name])
+            arrays = checked.read(rows, ranges)
+            self.told(sum(each.end - each.begin for each in ranges))
         values = {name: arrays[name]}
         if self.changes is not None:
             self.changes.into(values, np.arange(begin, end))

@@ -6,7 +6,8 @@ with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.checkpoint.generations import Stored, check_generation
-from pipeline.checkpoint.manifest import PIPELINE, SHARDS, TRAINER_FOLDER, TRAJECTORY_SHARDS
+from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE, SHARDS, TRAINER_FOLDER, TRAJECTORY_SHARDS
 from pipeline.checkpoint.parts import shard_of
 from pipeline.config import ReplayOptions
 from pipeline.errors import Damaged
@@ -27,7 +28,7 @@ from pipeline.replay.looked import LookedRing, LookedRows
 from pipeline.replay.parts import restore
 from pipeline.replay.rooms import OwnRoom
 from pipeline.replay.segment_rows import SegmentRows
-from pipeline.replay.state import BufferState, read_buffer_state, set_generator
+from pipeline.replay.state import VALUES_FOLDER, BufferState, read_buffer_state, set_generator
 from pipeline.replay.thinning import load_alone
 from pipeline.replay.trajectories import TrajectoryBuffer
 from pipeline.replay.trajectory_loading import Reading, Room
@@ -36,11 +37,14 @@ from pipeline.replay.trajectory_shards import read_trajectory_shard
 from pipeline.replay.values import Values, WrittenBack
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
+from pipeline.store.segments import read_blocks
 
 _OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs")
 """Of the options that were saved, those that say what is drawn."""
 _UNREAD = ("selector.", "written.")
 """Values that are read as rows are: of those that are looked at."""
+_TWICE = tuple(f"{VALUES_FOLDER}/selector.{name}." for name in ("priorities", "used"))
+"""Files that are gone through twice, to be checked and to be summed up."""
 
 
 class _LookedAt(ReplayBuffer):
@@ -80,7 +84,15 @@ class _Seen(NamedTuple):
     log: Any
 
 
-def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed: int | None = None) -> ReplayBuffer:
+def look_at(
+    layout: Layout,
+    run_tag: int,
+    stored: Stored,
+    *,
+    rank: int = 0,
+    seed: int | None = None,
+    told: Callable[[int], None] | None = None,
+) -> ReplayBuffer:
     """Return a buffer of transitions as a generation holds it, whose rows are read when they are drawn. It has no
     limiter. Blocks; the generation's files are compared with its manifest, but for the trainer's.
 
@@ -90,13 +102,14 @@ def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed
         stored: the generation.
         rank: of shards, whose.
         seed: draw by this, instead of by the generation's own stream.
+        told: told of the bytes that are read, but for those of rows that are drawn; see :func:`bytes_to_look_at`.
 
     Raises:
         Damaged: something is missing, or was changed.
         ConfigError: the options that were saved are none of this version.
     """
     own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
-    check_generation(own)
+    check_generation(own, told=told)
     state, _ = read_buffer_state(own.folder)
     given = _options(state, own.manifest.kind, own.manifest.options) | {"seed": seed or 0}
     if state.remove == "fifo" and not state.dropped:
@@ -106,7 +119,7 @@ def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed
     else:
         buffer = ReplayBuffer(state.capacity, **given)
     with buffer.gate.lock:
-        found = _read(layout, run_tag, own, buffer, state)
+        found = _read(layout, run_tag, own, buffer, state, told)
         parts = buffer._parts(found.ring)
         try:
             restore(parts, buffer.options, found.state, found.values)
@@ -118,17 +131,42 @@ def look_at(layout: Layout, run_tag: int, stored: Stored, *, rank: int = 0, seed
     return buffer
 
 
-def _read(layout: Layout, run_tag: int, own: Stored, buffer: ReplayBuffer, state: BufferState) -> ReadRows:
+def bytes_to_look_at(stored: Stored, *, rank: int = 0) -> int:
+    """Return how many bytes :func:`look_at`, and the first draw, will read, about.
+
+    Raises:
+        Damaged: what it says of itself is not whole.
+    """
+    own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
+    again = sum(info.bytes for info in own.manifest.files if info.path.startswith(_TWICE))
+    state, _ = read_buffer_state(own.folder)
+    select = own.manifest.options.get("select")
+    by = select.get("by") if isinstance(select, Mapping) else ""
+    looks = 4 * state.size * {"ordered": by in ("stalest", "freshest"), "staleness": 3}.get(state.selection, 0)
+    if state.selection == "ordered" and by in ("min", "max"):
+        looks = sum(block.length for block in read_blocks(os.path.join(own.folder, BLOCKS_FILE)))
+    return sum(info.bytes for info in own.manifest.files) + 2 * again + looks
+
+
+def _read(
+    layout: Layout,
+    run_tag: int,
+    own: Stored,
+    buffer: ReplayBuffer,
+    state: BufferState,
+    told: Callable[[int], None] | None,
+) -> ReadRows:
     if state.dropped:  # what is left is put together anew
         seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
         read = load_alone(seen, buffer.options, own, buffer.ring).read
         return ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
     if not isinstance(buffer.ring, LookedRing):
         return read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
-    found = read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD)
+    found = read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD, told=told)
     unread = found.ring.storage.unread
     if isinstance(unread, LookedRows):
         unread.changes = WrittenBack(found.state, Values(own))
+        unread.told = told or unread.told
     return found._replace(state=msgspec.structs.replace(found.state, written_columns=[]))
 
 

@@ -28,8 +28,13 @@ class ValuesFile:
 
     _handle = -1  # until it is opened
 
-    def __init__(self, path: str, dtype: str) -> None:
-        self._path, self._dtype = path, np.dtype(dtype)
+    def __init__(self, path: str, dtype: str, told: Callable[[int], None] | None = None) -> None:
+        """Args:
+        path: of the file.
+        dtype: of the values.
+        told: told of the bytes that are read.
+        """
+        self._path, self._dtype, self._told = path, np.dtype(dtype), told
         self._handle = plain_handle(path)
 
     def __len__(self) -> int:
@@ -47,6 +52,8 @@ class ValuesFile:
             raw += more
         if len(raw) < count * size:
             raise Damaged(f"{self._path}: ends at value {begin + len(raw) // size}. Restore the file from a copy")
+        if self._told is not None:
+            self._told(len(raw))
         return np.frombuffer(raw, self._dtype)
 
     def at(self, places: Ints, width: int = 1) -> np.ndarray:
@@ -97,9 +104,9 @@ class Values:
         except TypeError:
             raise Damaged(f"{os.path.join(self._folder, name)}: its dtype is unknown") from None
 
-    def file(self, name: str) -> ValuesFile:
-        """Return an array that is there."""
-        return ValuesFile(os.path.join(self._folder, name), name.rpartition(".")[2])
+    def file(self, name: str, told: Callable[[int], None] | None = None) -> ValuesFile:
+        """Return an array that is there; ``told`` is told of the bytes that are read of it."""
+        return ValuesFile(os.path.join(self._folder, name), name.rpartition(".")[2], told)
 
     def all(self, name: str) -> np.ndarray:
         """Return the whole of an array; nothing, where there is none."""

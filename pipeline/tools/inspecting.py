@@ -12,9 +12,11 @@ from pipeline.checkpoint.status import Status, status_of
 from pipeline.errors import ForebayError
 from pipeline.store.layout import Layout
 from pipeline.tools.history import GenerationLine, LifeLine, LivesReader, line_of
+from pipeline.tools.how_far import HowFar
 from pipeline.tools.one_file import JournalFacts, SegmentFacts, journal_facts, segment_facts
+from pipeline.tools.output import Told
 from pipeline.tools.rollouts import RolloutReaders, Taker, TaskFacts, read_events
-from pipeline.tools.rows import BufferFacts, buffer_facts
+from pipeline.tools.rows import BufferFacts, buffer_facts, bytes_of_rows
 from pipeline.tools.target import JOURNAL, RUN, SEGMENT, Target, find_target
 
 
@@ -60,13 +62,14 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True):
     """What could not be read."""
 
 
-def inspect(path: str | os.PathLike[str], *, step: int | None = None) -> Inspected:
+def inspect(path: str | os.PathLike[str], *, step: int | None = None, told: Told | None = None) -> Inspected:
     """Return what a path leads to, and what it holds. Blocks, takes no lock, and changes nothing: the run may be in
     use, or a copy that may only be read.
 
     Args:
         path: a run's folder, a generation's, a shard's, a manifest, a journal or a segment.
         step: of a run, describe the newest generation of this step instead of the newest.
+        told: told how many bytes were read of journals and rows, of how many.
 
     Raises:
         NotARun: it is nothing of a run.
@@ -84,19 +87,22 @@ def inspect(path: str | os.PathLike[str], *, step: int | None = None) -> Inspect
             path=target.path, what=target.what, run_id=target.run.run_id, segment=segment_facts(target.path)
         )
     status = status_of(target.path) if target.what == RUN else None
-    return _Look(target, status).result()
+    return _Look(target, status, HowFar(told)).result()
 
 
 class _Look:
     """One look at a run or a generation."""
 
-    def __init__(self, target: Target, status: Status | None) -> None:
-        self.target, self.status = target, status
+    def __init__(self, target: Target, status: Status | None, how_far: HowFar) -> None:
+        self.target, self.status, self.how_far = target, status, how_far
         self.notes: list[str] = []
 
     def result(self) -> Inspected:
         target, stored = self.target, self.target.stored
         layout = target.layout
+        self.how_far.expect_files(name.path for name in layout.list_journals())
+        if stored is not None:
+            self.how_far.expect(sum(bytes_of_rows(stored, rank) for rank in self._ranks(stored)))
         tasks, lives = self._journals()
         found = [] if target.what != RUN else find_generations(layout, target.run.run_id, forgiving=True).complete
         manifest = None if stored is None else stored.manifest
@@ -127,7 +133,7 @@ class _Look:
         if stored is not None and stored.manifest.kind in (PIPELINE, PIPELINE_RANKS):
             rollouts = RolloutReaders(target.layout, target.run.tag, stored)
             takers.append(rollouts)
-        self.notes += read_events(target.layout, target.run.tag, *takers)
+        self.notes += read_events(target.layout, target.run.tag, *takers, read=self.how_far.file)
         tasks: list[TaskFacts] = []
         if rollouts is not None:
             held = self.status is not None and self.status.hold.held
@@ -136,13 +142,17 @@ class _Look:
                 self.notes.append(rollouts.wrong)
         return tasks, lives.lines(target.layout)
 
+    def _ranks(self, stored: Stored) -> list[int | None]:
+        """Return whose buffers are looked at; None: that of a run of one process."""
+        if stored.manifest.kind in OF_SHARDS and self.target.rank is None:
+            return [each.rank for each in stored.manifest.shards]
+        return [self.target.rank]
+
     def _buffers(self, stored: Stored) -> list[BufferFacts]:
         found: list[BufferFacts] = []
-        rank, of_ranks = self.target.rank, stored.manifest.kind in OF_SHARDS
-        ranks = [each.rank for each in stored.manifest.shards] if of_ranks and rank is None else [rank]
-        for rank in ranks:  # of several, those come that can be read
+        for rank in self._ranks(stored):  # of several, those come that can be read
             try:
-                found += buffer_facts(self.target.layout, stored, rank)
+                found += buffer_facts(self.target.layout, stored, rank, self.how_far.more)
             except (ForebayError, OSError) as error:
                 self.notes.append(str(error))
         for each in found:

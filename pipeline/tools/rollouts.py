@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -246,8 +247,11 @@ class RolloutReaders:
         )
 
 
-def read_events(layout: Layout, run_tag: int, *takers: Taker) -> list[str]:
-    """Tell everybody the events of every journal; return what could not be read."""
+def read_events(
+    layout: Layout, run_tag: int, *takers: Taker, read: Callable[[str], None] = lambda path: None
+) -> list[str]:
+    """Tell everybody the events of every journal; return what could not be read. ``read`` is told the path of each
+    journal that was."""
     wrong = []
     for name in layout.list_journals():
         try:
@@ -256,4 +260,5 @@ def read_events(layout: Layout, run_tag: int, *takers: Taker) -> list[str]:
                     taker.take(logged)
         except (ForebayError, OSError) as error:
             wrong.append(str(error))
+        read(name.path)
     return wrong

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from pipeline.buffer.transitions.layout import CUT, END, EPISODE, OPEN, PLACE, T
 from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.checkpoint.parts import shard_of
-from pipeline.errors import Damaged, StoreError
+from pipeline.errors import Damaged, ForebayError, StoreError
 from pipeline.replay.loading import read_values
 from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
 from pipeline.replay.trajectory_loading import read_infos
@@ -78,13 +79,25 @@ class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks whose marks could not be read; their rows are in no figure."""
 
 
-def buffer_facts(layout: Layout, stored: Stored, rank: int | None = None) -> list[BufferFacts]:
+def bytes_of_rows(stored: Stored, rank: int | None) -> int:
+    """Return how many bytes :func:`buffer_facts` will go through of blocks, at the most; 0: it holds no buffer."""
+    with suppress(ForebayError, OSError):
+        own = stored if rank is None else shard_of(stored, rank)
+        if {STATE_FILE, TRAJECTORIES_FILE} & {info.path for info in own.manifest.files}:
+            return 2 * sum(block.length for block in read_blocks(os.path.join(own.folder, BLOCKS_FILE)))
+    return 0
+
+
+def buffer_facts(
+    layout: Layout, stored: Stored, rank: int | None = None, told: Callable[[int], None] = lambda count: None
+) -> list[BufferFacts]:
     """Return what a generation holds of buffers: one, or one for each shard. Empty: it holds none.
 
     Args:
         layout: the run's paths.
         stored: the generation.
         rank: of shards, this one alone.
+        told: told of the bytes of blocks that were gone through.
 
     Raises:
         Damaged, StoreError: the buffer's state cannot be read.
@@ -92,23 +105,25 @@ def buffer_facts(layout: Layout, stored: Stored, rank: int | None = None) -> lis
     manifest = stored.manifest
     ranks = [each.rank for each in manifest.shards] if rank is None else [rank]
     if manifest.kind == TRAJECTORY_SHARDS:
-        return [_trajectories(layout, shard_of(stored, each), each) for each in ranks]
+        return [_trajectories(layout, shard_of(stored, each), each, told) for each in ranks]
     if manifest.kind == SHARDS:
-        return [_transitions(layout, shard_of(stored, each), each, manifest.options) for each in ranks]
+        return [_transitions(layout, shard_of(stored, each), each, manifest.options, told) for each in ranks]
     names = {info.path for info in manifest.files}
     if manifest.kind == TRAJECTORIES and TRAJECTORIES_FILE in names:
-        return [_trajectories(layout, stored, None)]
+        return [_trajectories(layout, stored, None, told)]
     if STATE_FILE in names:
-        return [_transitions(layout, stored, None, manifest.options)]
+        return [_transitions(layout, stored, None, manifest.options, told)]
     return []
 
 
-def _transitions(layout: Layout, stored: Stored, rank: int | None, options: Mapping[str, object]) -> BufferFacts:
+def _transitions(
+    layout: Layout, stored: Stored, rank: int | None, options: Mapping[str, object], told: Callable[[int], None]
+) -> BufferFacts:
     state, _ = read_buffer_state(stored.folder)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     fields = options.get("fields")
     reward = str(fields.get("reward", "reward")) if isinstance(fields, Mapping) else "reward"
-    rows = _Rows(layout, stored, state, blocks, reward)
+    rows = _Rows(layout, stored, state, blocks, reward, told)
     return BufferFacts(
         rank=rank,
         rows=state.held,
@@ -134,8 +149,15 @@ class _Rows:
     """What the rows of a buffer come to. They are read twice, block by block, as they need not fit into memory."""
 
     def __init__(
-        self, layout: Layout, stored: Stored, state: BufferState, blocks: Sequence[Block], reward: str
+        self,
+        layout: Layout,
+        stored: Stored,
+        state: BufferState,
+        blocks: Sequence[Block],
+        reward: str,
+        told: Callable[[int], None],
     ) -> None:
+        self._told = told
         self._layout, self._stored, self._state, self._blocks, self._reward = layout, stored, state, blocks, reward
         self._ends_of, self._first = Ends(state), _firsts(blocks)
         self._values = _held_of(stored)
@@ -163,7 +185,7 @@ class _Rows:
         """Yield the marks, keys and rewards of rows that are there, and how these end an episode."""
         self.unread = 0
         names = (EPISODE, PLACE, VERSION, END, self._reward)
-        for number, tensors in _tensors(self._layout, self._blocks, names):
+        for number, tensors in _tensors(self._layout, self._blocks, names, self._told):
             block = self._blocks[number]
             if any(not _is_mark(tensors.get(name), block.count) for name in names[:-1]):
                 self.unread += 1
@@ -227,13 +249,13 @@ def _columns(columns: Sequence[Column] | None) -> list[ColumnFacts]:
     return [ColumnFacts(each.name, each.dtype, tuple(each.shape)) for each in columns or ()]
 
 
-def _trajectories(layout: Layout, stored: Stored, rank: int | None) -> BufferFacts:
+def _trajectories(layout: Layout, stored: Stored, rank: int | None, told: Callable[[int], None]) -> BufferFacts:
     state, _, infos = read_infos(stored)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     rewards, unread = Gathered(), 0
     for take in (rewards.bound, rewards.spread):
         unread = 0
-        for _, tensors in _tensors(layout, blocks, ("rewards",)):
+        for _, tensors in _tensors(layout, blocks, ("rewards",), told):
             if "rewards" in tensors:
                 take(tensors["rewards"])
             else:
@@ -263,7 +285,9 @@ def _trajectories(layout: Layout, stored: Stored, rank: int | None) -> BufferFac
 # -- parts of payloads -------------------------------------------------------------------------------------------
 
 
-def _tensors(layout: Layout, blocks: Sequence[Block], names: Sequence[str]) -> Iterator[tuple[int, dict[str, Ints]]]:
+def _tensors(
+    layout: Layout, blocks: Sequence[Block], names: Sequence[str], told: Callable[[int], None]
+) -> Iterator[tuple[int, dict[str, Ints]]]:
     """Yield the number of each block, and those of its tensors that have these names and that numpy knows; none if it
     cannot be read. File by file."""
     by_file: dict[SegmentKey, list[int]] = {}
@@ -278,6 +302,7 @@ def _tensors(layout: Layout, blocks: Sequence[Block], names: Sequence[str]) -> I
         with file:
             for number in sorted(own, key=lambda number: blocks[number].offset):
                 yield number, _parts(file, blocks[number], names)
+                told(blocks[number].length)
 
 
 def _parts(file: Blocks, block: Block, names: Sequence[str]) -> dict[str, Ints]:

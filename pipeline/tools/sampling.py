@@ -18,10 +18,12 @@ from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, PIPELINE_RANKS, TR
 from pipeline.config import WithoutReplacement
 from pipeline.errors import ConfigError, Damaged, Starved
 from pipeline.ledger import BUFFERED, FINISHED
-from pipeline.replay.looking import look_at, look_at_trajectories
+from pipeline.replay.looking import bytes_to_look_at, look_at, look_at_trajectories
 from pipeline.replay.state import STATE_FILE
 from pipeline.store.codec import unpack
 from pipeline.store.segments import PayloadReader, Place
+from pipeline.tools.how_far import HowFar
+from pipeline.tools.output import Told
 from pipeline.tools.rollouts import RolloutReaders, read_events
 from pipeline.tools.target import RUN, Target, find_target
 
@@ -72,7 +74,13 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_run(
-    path: str | os.PathLike[str], count: int, *, seed: int | None = None, step: int | None = None, rank: int = 0
+    path: str | os.PathLike[str],
+    count: int,
+    *,
+    seed: int | None = None,
+    step: int | None = None,
+    rank: int = 0,
+    told: Told | None = None,
 ) -> Sampled:
     """Draw once from what a run's newest generation holds. Blocks.
 
@@ -82,6 +90,7 @@ def sample_run(
         seed: draw by this; left out, rows as the buffer would have drawn them next, and groups by 0.
         step: of a run, the newest generation of this step.
         rank: of shards, whose.
+        told: told how many bytes were read, of about how many.
 
     Raises:
         NotARun: it is nothing of a run.
@@ -95,7 +104,7 @@ def sample_run(
     for attempt in range(_TRIES):
         target = find_target(path, step=step)
         try:
-            return _sample(target, count, seed, target.rank if target.rank is not None else rank)
+            return _sample(target, count, seed, target.rank if target.rank is not None else rank, HowFar(told))
         except Damaged:  # of a run in use, a generation that is older by now may have been removed
             now = find_target(path, step=step)
             if attempt == _TRIES - 1 or now.stored == target.stored:
@@ -103,7 +112,7 @@ def sample_run(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _sample(target: Target, count: int, seed: int | None, rank: int) -> Sampled:
+def _sample(target: Target, count: int, seed: int | None, rank: int, how_far: HowFar) -> Sampled:
     stored = target.stored
     if stored is None:
         raise Starved(f"{target.path}: nothing was saved yet, so there is nothing to be drawn")
@@ -113,14 +122,15 @@ def _sample(target: Target, count: int, seed: int | None, rank: int) -> Sampled:
     if kind in (TRAJECTORIES, TRAJECTORY_SHARDS):
         return _of_trajectories(target, count, seed, rank if kind == TRAJECTORY_SHARDS else None)
     if kind not in (PIPELINE, PIPELINE_RANKS) or any(info.path == STATE_FILE for info in stored.manifest.files):
-        return _of_rows(target, count, seed, rank)
-    return _of_groups(target, count, seed or 0)
+        return _of_rows(target, count, seed, rank, how_far)
+    return _of_groups(target, count, seed or 0, how_far)
 
 
-def _of_rows(target: Target, count: int, seed: int | None, rank: int) -> Sampled:
+def _of_rows(target: Target, count: int, seed: int | None, rank: int, how_far: HowFar) -> Sampled:
     assert target.stored is not None
     begun = time.perf_counter()
-    buffer = look_at(target.layout, target.run.tag, target.stored, rank=rank, seed=seed)
+    how_far.expect(bytes_to_look_at(target.stored, rank=rank))
+    buffer = look_at(target.layout, target.run.tag, target.stored, rank=rank, seed=seed, told=how_far.more)
     if not len(buffer):
         raise Starved(f"{target.path}: the buffer is empty in generation {target.stored.manifest.generation}")
     loaded = time.perf_counter()
@@ -157,12 +167,13 @@ def _flat(batch: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _of_groups(target: Target, count: int, seed: int) -> Sampled:
+def _of_groups(target: Target, count: int, seed: int, how_far: HowFar) -> Sampled:
     stored = target.stored
     assert stored is not None
     begun = time.perf_counter()
     reader = RolloutReaders(target.layout, target.run.tag, stored)
-    wrong = read_events(target.layout, target.run.tag, reader)
+    how_far.expect_files(name.path for name in target.layout.list_journals())
+    wrong = read_events(target.layout, target.run.tag, reader, read=how_far.file)
     reader.finish(running=target.what == RUN)
     if reader.wrong is not None or wrong:
         raise Damaged(f"{target.path}: {reader.wrong or wrong[0]}")

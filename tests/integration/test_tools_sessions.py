@@ -62,7 +62,15 @@ def test_what_a_person_sees_fits_the_terminal(
     flat = " ".join(session.text.split())
     assert all(each in flat for each in shown), session.text
     assert "\x1b[1m" in session.raw or "\x1b[3" in session.raw, "titles stand out"
-    assert "verify:" not in session.text, "the bar is taken away"
+    assert f"{arguments[0]}:" not in session.text, "the bar is taken away"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "sample"])
+def test_what_lasts_has_a_bar_with_bytes_and_the_time_left(run: Path, command: str) -> None:
+    session = on_terminal([command, str(run)], WIDE)
+    (bar,) = {each for each in session.raw.split("\r") if each.startswith(f"{command}: 0.00B of ")}
+    assert "B/s, ? left" in bar
+    assert f"{command}:" not in session.text, "the bar is taken away"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pipeline.replay import looked
 from pipeline.replay.looked import LookedRing
 from pipeline.replay.looking import look_at
 from pipeline.store.layout import Layout
+from pipeline.tools import sample_run
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
 SEEDS = range(200) if SOAK else range(6)
@@ -185,3 +186,18 @@ def test_sequences_are_refused(run_directory: str) -> None:
     lived(run_directory, {"select": "uniform"}, {}, 1, 50)
     with pytest.raises(UsageError, match="one by one"):
         seen(run_directory).sample(2, n_step=3, gamma=0.9)
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_what_is_read_is_told(run_directory: str, selection: str) -> None:
+    with ReplayBuffer(3000, directory=run_directory, select=SELECTIONS[selection]) as buffer:
+        buffer.resume()
+        buffer.extend(rows(np.random.default_rng(1), 3000, big=False), version=3)
+        draw(buffer, 5)
+        buffer.save(1, wait=True)
+    told: list[tuple[int, int]] = []
+    sample_run(run_directory, 8, told=lambda *each: told.append(each))
+    done, totals = zip(*told, strict=True)
+    assert len(set(totals)) == 1
+    assert sorted(done) == list(done)
+    assert 0.6 * totals[0] < done[-1] <= totals[0]

@@ -294,3 +294,17 @@ def test_numbers_in_parts_come_to_what_they_come_to_at_once(monkeypatch: pytest.
     assert in_parts.spread == at_once.spread
     assert (in_parts.least, in_parts.most, in_parts.not_finite) == (at_once.least, at_once.most, 20)
     assert in_parts.mean == pytest.approx(at_once.mean)
+
+
+@pytest.mark.parametrize("make", [kept.transitions, kept.shards, kept.trajectories, None])
+def test_what_is_read_is_told(run_directory: str, make: Any) -> None:
+    if make is None:
+        shutil.copytree(Path(__file__).parents[1] / "golden/v1", run_directory)
+    else:
+        make(run_directory)
+    told: list[tuple[int, int]] = []
+    assert inspect(run_directory, told=lambda *each: told.append(each)) == inspect(run_directory)
+    done, totals = zip(*told, strict=True)
+    assert len(set(totals)) == 1
+    assert sorted(done) == list(done)
+    assert 0.9 * totals[0] < done[-1] <= totals[0]
