@@ -161,7 +161,8 @@ class _Rows:
         self._layout, self._stored, self._state, self._blocks, self._reward = layout, stored, state, blocks, reward
         self._ends_of, self._first = Ends(state), _firsts(blocks)
         self._values = _held_of(stored)
-        self._places = self._values.get("pool.at.int64")
+        places = self._values.pop("pool.at.int64", None)
+        self._places = None if places is None else np.sort(places)  # of the rows of a pool, on the disk
         self._kept = np.zeros(state.size if state.dropped else 0, bool)
         self.rewards, self.lengths = Gathered(), Gathered()
         self.versions, self.ends = Counter[int](), Counter[int]()
@@ -201,7 +202,9 @@ class _Rows:
         """Return which rows of a block a resume has, and no block before it."""
         keys, state = marks["key"], self._state
         if self._places is not None:
-            there = np.isin(keys, self._places)
+            low, high = np.searchsorted(self._places, (keys[0], keys[-1] + 1))
+            there = np.zeros(len(keys), bool)
+            there[self._places[low:high] - keys[0]] = True
         else:
             there = (keys >= state.added - state.size) & (keys < state.added)
         there = there & (keys >= first) & state.coming_back(self._values, marks[EPISODE])
