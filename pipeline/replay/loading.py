@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from pipeline.replay.parts import check_kind
 from pipeline.replay.pooling import needed_by, read_rows, take_places
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, read_buffer_state
 from pipeline.replay.unread import UnreadPool, UnreadRows
-from pipeline.replay.values import Values, ValuesFile
 from pipeline.store.files import open_plain
 from pipeline.store.held import HeldSegments
 from pipeline.store.layout import Layout
@@ -79,7 +78,7 @@ class ReadRows(NamedTuple):
     unknown: dict[str, Any]
     blocks: list[Block]
     values: dict[str, Any]
-    """Arrays; and of those that were left unread, what reads them."""
+    """Arrays, or what reads them."""
     ring: Ring
 
 
@@ -92,21 +91,19 @@ def read_state(
     lazily: bool = False,
     rows: type[UnreadRows] | None = None,
     unread: tuple[str, ...] = (),
-    told: Callable[[int], None] | None = None,
 ) -> ReadRows:
     """As :func:`read`, without what was attached; the generation's files were compared with its manifest.
 
     Args:
         layout, run_tag, stored, like, lazily: see :func:`read`.
         rows: what brings rows in, if ``lazily``.
-        unread: values whose names begin with one of these are left where they lie: what reads them is had.
-        told: told of the bytes that are read of these.
+        unread: values whose names begin with one of these are not read.
     """
     path = os.path.join(stored.folder, STATE_FILE)
     state, unknown = read_buffer_state(stored.folder)
     check_kind(state, like, path)
     check_columns(state.schema, like, path)
-    values: dict[str, Any] = {**read_values(stored, unread=unread), **open_values(stored, unread, told)}
+    values = read_values(stored, unread=unread)
     ring = like.like(state.schema)
     ring.restore(state.added, state.size, state.cut_keys, state.truncated_keys)
     ring.episodes.load(state.open_episodes, state.next_episode)
@@ -188,14 +185,6 @@ def _read_rows(reader: PayloadReader, ring: Ring, schema: Schema, blocks: Sequen
             block = wanted[place[0]]
             where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
             take_back(ring, block.first, block.count, decode_block(found, schema, block.count, where, block.sums))
-
-
-def open_values(
-    stored: Stored, names: tuple[str, ...], told: Callable[[int], None] | None = None
-) -> dict[str, ValuesFile]:
-    """Return what reads those arrays of a generation whose names begin with one of these."""
-    values = Values(stored)
-    return {name: values.file(name, told) for name in values.names if name.startswith(names)}
 
 
 def read_values(stored: Stored, *, unread: tuple[str, ...] = ()) -> dict[str, np.ndarray]:

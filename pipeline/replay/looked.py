@@ -5,6 +5,7 @@ A selection may look at a mark, or a column, of every row. Such are read piece b
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,9 +20,10 @@ from pipeline.buffer.transitions.elsewhere import AT_ONCE, Numbers
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, OPEN, PLACE
 from pipeline.buffer.transitions.memory import SparseMemory
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.errors import UsageError
 from pipeline.replay.unread import UnreadRows
-from pipeline.replay.values import WrittenBack
+from pipeline.replay.values import ValuesFile, WrittenBack
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block
 
@@ -110,7 +112,10 @@ class LookedRows(UnreadRows):
             self._came(number, piece)
 
     def _place(self, number: int, rows: slice, arrays: Arrays) -> None:
-        arrays = fitting(arrays, self._ring.storage.views, self._schema)
+        try:
+            arrays = fitting(arrays, self._ring.storage.views, self._schema)
+        except (ValueError, zlib.error):  # rows that are compressed are of another length than the columns say
+            raise self._held.damaged(self._blocks[number]) from None
         if self.changes is not None:
             first = int(self._firsts[number])
             self.changes.into(arrays, np.arange(first + rows.start, first + rows.stop))
@@ -132,6 +137,16 @@ class LookedRows(UnreadRows):
 
 class LookedRing(Ring):
     """A ring of which rows are drawn one by one, and none is added."""
+
+    def __init__(self, storage: TransitionStorage) -> None:
+        super().__init__(storage)
+        self.files: list[ValuesFile | WrittenBack] = []
+        """What else is read for a draw."""
+
+    def close(self) -> None:
+        """Close the files beside the rows."""
+        while self.files:
+            self.files.pop().close()
 
     def array(self, name: str, dtype: type[np.generic]) -> np.ndarray:
         return SparseMemory().array(name, (self.capacity,), np.dtype(dtype))

@@ -7,7 +7,8 @@ with.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,14 +35,15 @@ from pipeline.replay.trajectories import TrajectoryBuffer
 from pipeline.replay.trajectory_loading import Reading, Room
 from pipeline.replay.trajectory_loading import read as read_trajectories
 from pipeline.replay.trajectory_shards import read_trajectory_shard
+from pipeline.replay.unread import UnreadRows
 from pipeline.replay.values import Values, WrittenBack
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
 from pipeline.store.segments import read_blocks
 
-_OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs")
+_OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs", "seed")
 """Of the options that were saved, those that say what is drawn."""
-_UNREAD = ("selector.", "written.")
+_SELECTOR, _WRITTEN = "selector.", "written."
 """Values that are read as rows are: of those that are looked at."""
 _TWICE = tuple(f"{VALUES_FOLDER}/selector.{name}." for name in ("priorities", "used"))
 """Files that are gone through twice, to be checked and to be summed up."""
@@ -108,10 +110,45 @@ def look_at(
         Damaged: something is missing, or was changed.
         ConfigError: the options that were saved are none of this version.
     """
-    own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
-    check_generation(own, told=told)
+    with _there(stored):
+        own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
+        check_generation(own, told=told)
+        return _looked_at(layout, run_tag, own, seed, told)
+
+
+def let_go(buffer: ReplayBuffer) -> None:
+    """Close the files of a buffer that is looked at, when enough was drawn from it."""
+    _close(buffer.ring)
+
+
+def _close(ring: Ring) -> None:
+    unread = ring.storage.unread
+    if isinstance(unread, UnreadRows):
+        unread.close()
+    if isinstance(ring, LookedRing):
+        ring.close()
+
+
+@contextmanager
+def _there(stored: Stored) -> Iterator[None]:
+    """A generation of a run in use may be removed while it is read.
+
+    Raises:
+        Damaged: it was.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Damaged(f"{stored.folder}: a file is missing ({error}); was the generation removed meanwhile?") from None
+
+
+def _looked_at(
+    layout: Layout, run_tag: int, own: Stored, seed: int | None, told: Callable[[int], None] | None
+) -> ReplayBuffer:
     state, _ = read_buffer_state(own.folder)
-    given = _options(state, own.manifest.kind, own.manifest.options) | {"seed": seed or 0}
+    given = _options(state, own.manifest.kind, own.manifest.options)
+    if seed is not None:
+        given["seed"] = seed
     if state.remove == "fifo" and not state.dropped:
         given.pop("compress", None)  # rows that are drawn are few
         storage = TransitionStorage(state.capacity, None, SparseMemory())
@@ -119,12 +156,16 @@ def look_at(
     else:
         buffer = ReplayBuffer(state.capacity, **given)
     with buffer.gate.lock:
-        found = _read(layout, run_tag, own, buffer, state, told)
-        parts = buffer._parts(found.ring)
+        found = _read(layout, run_tag, own, buffer, state)
         try:
+            found, parts = _opened(own, found, told), buffer._parts(found.ring)
             restore(parts, buffer.options, found.state, found.values)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
+            _close(found.ring)
             raise Damaged(f"{own.folder}: the buffer's state does not fit together ({error!r})") from None
+        except BaseException:
+            _close(found.ring)
+            raise
         if seed is not None:
             parts = parts._replace(rng=buffer._parts(found.ring).rng)
     buffer.use_parts(parts)
@@ -137,7 +178,11 @@ def bytes_to_look_at(stored: Stored, *, rank: int = 0) -> int:
     Raises:
         Damaged: what it says of itself is not whole.
     """
-    own = _without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored)
+    with _there(stored):
+        return _bytes_of(_without_trainer(shard_of(stored, rank) if stored.manifest.kind == SHARDS else stored))
+
+
+def _bytes_of(own: Stored) -> int:
     again = sum(info.bytes for info in own.manifest.files if info.path.startswith(_TWICE))
     state, _ = read_buffer_state(own.folder)
     select = own.manifest.options.get("select")
@@ -148,26 +193,33 @@ def bytes_to_look_at(stored: Stored, *, rank: int = 0) -> int:
     return sum(info.bytes for info in own.manifest.files) + 2 * again + looks
 
 
-def _read(
-    layout: Layout,
-    run_tag: int,
-    own: Stored,
-    buffer: ReplayBuffer,
-    state: BufferState,
-    told: Callable[[int], None] | None,
-) -> ReadRows:
+def _read(layout: Layout, run_tag: int, own: Stored, buffer: ReplayBuffer, state: BufferState) -> ReadRows:
     if state.dropped:  # what is left is put together anew
         seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
         read = load_alone(seen, buffer.options, own, buffer.ring).read
         return ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
     if not isinstance(buffer.ring, LookedRing):
         return read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
-    found = read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD, told=told)
-    unread = found.ring.storage.unread
+    return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=(_SELECTOR, _WRITTEN))
+
+
+def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) -> ReadRows:
+    """Have what was not read be read when it is wanted."""
+    ring = found.ring
+    if not isinstance(ring, LookedRing):
+        return found
+    values, opened = Values(own), {}
+    for name in values.names:
+        if name.startswith(_SELECTOR):
+            ring.files.append(file := values.file(name, told))
+            opened[name] = file
+    unread = ring.storage.unread
     if isinstance(unread, LookedRows):
-        unread.changes = WrittenBack(found.state, Values(own))
+        unread.changes = WrittenBack(found.state, values)
         unread.told = told or unread.told
-    return found._replace(state=msgspec.structs.replace(found.state, written_columns=[]))
+        ring.files.append(unread.changes)
+    state = msgspec.structs.replace(found.state, written_columns=[])
+    return found._replace(state=state, values={**found.values, **opened})
 
 
 def _without_trainer(stored: Stored) -> Stored:
@@ -191,15 +243,14 @@ def look_at_trajectories(
 ) -> TrajectoryBuffer:
     """As :func:`look_at`, of a buffer of trajectories."""
     of_ranks = stored.manifest.kind == TRAJECTORY_SHARDS
-    own = _without_trainer(shard_of(stored, rank) if of_ranks else stored)
+    with _there(stored):
+        own, room = _without_trainer(shard_of(stored, rank) if of_ranks else stored), Room(None, 0)
+        if of_ranks:
+            found = read_trajectory_shard(own, rank).read(Reading(layout, run_tag, room, "lazy"))
+        else:
+            found = read_trajectories(layout, run_tag, own, [], room, "lazy")
     window = own.manifest.options.get("sample_window_size", -1)
     buffer = TrajectoryBuffer(sample_window_size=window, strict=False, seed=seed or 0)
-    room = Room(None, 0)
-    if of_ranks:
-        shard = read_trajectory_shard(own, rank)
-        found = shard.read(Reading(layout, run_tag, room, "lazy"))
-    else:
-        found = read_trajectories(layout, run_tag, own, [], room, "lazy")
     with buffer.gate.lock:
         buffer._own.shelf, buffer._rows = found.shelf, SegmentRows(layout, lambda: run_tag)
         buffer._set_first()

@@ -263,6 +263,10 @@ class UnreadRows:
         if self._left[number]:
             self._came(number, begin + np.flatnonzero(~self._there[begin:end]))
 
+    def close(self) -> None:
+        """Close the files. What is read after that opens them again."""
+        self._held.close()
+
     def _end(self) -> None:
         """Where everything is there, this is not asked any more."""
         if self.marks_known and not self._left.any():

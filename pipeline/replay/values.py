@@ -15,7 +15,7 @@ from pipeline.checkpoint.generations import Stored
 from pipeline.errors import Damaged
 from pipeline.replay.next_obs import KEYS_FILE, Aside, file_of
 from pipeline.replay.state import VALUES_FOLDER, BufferState
-from pipeline.store.files import plain_handle
+from pipeline.store.files import plain_handle, size_of
 
 Ints = np.ndarray
 AT_ONCE = 1 << 18
@@ -23,22 +23,51 @@ AT_ONCE = 1 << 18
 _SPAN = 64 << 10  # bytes that are read at a time, where some of what lies there is wanted
 
 
+_DTYPES = {each.name: each for each in map(np.dtype, "?bhilBHILefdFD")}
+"""By name: plain numbers, and nothing else that numpy takes for a dtype."""
+
+
+def dtype_of(path: str) -> np.dtype[Any]:
+    """Return the dtype that the name of a file ends with.
+
+    Raises:
+        Damaged: it is none of numbers.
+    """
+    try:
+        return _DTYPES[path.rpartition(".")[2]]
+    except KeyError:
+        raise Damaged(f"{path}: its dtype is unknown") from None
+
+
 class ValuesFile:
     """An array on the disk, of which parts are read."""
 
-    _handle = -1  # until it is opened
+    _handle = -1  # while it is not open
 
-    def __init__(self, path: str, dtype: str, told: Callable[[int], None] | None = None) -> None:
-        """Args:
-        path: of the file.
-        dtype: of the values.
-        told: told of the bytes that are read.
+    def __init__(self, path: str, told: Callable[[int], None] | None = None) -> None:
+        """Open it; ``told`` is told of the bytes that are read.
+
+        Raises:
+            Damaged: it is not there, or no array of what its name ends with.
+            StoreError: it cannot be opened now.
         """
-        self._path, self._dtype, self._told = path, np.dtype(dtype), told
-        self._handle = plain_handle(path)
+        self._path, self._dtype, self._told = path, dtype_of(path), told
+        try:
+            self._handle = plain_handle(path)
+        except FileNotFoundError:
+            raise Damaged(f"{path}: missing, though the generation's manifest lists it") from None
+        self.nbytes = size_of(self._handle, path)
+        """How long it is."""
+        if self.nbytes % self._dtype.itemsize:
+            raise Damaged(f"{path}: {self.nbytes} bytes are no array of {self._dtype}")
 
     def __len__(self) -> int:
-        return os.fstat(self._handle).st_size // self._dtype.itemsize
+        return self.nbytes // self._dtype.itemsize
+
+    def as_of(self, dtype: np.dtype[Any]) -> ValuesFile:
+        """Return this, its bytes taken for numbers of another dtype."""
+        self._dtype = dtype
+        return self
 
     def read(self, begin: int, count: int) -> np.ndarray:
         """Return ``count`` values from ``begin`` on.
@@ -74,9 +103,14 @@ class ValuesFile:
             begin = end
         return found
 
+    def close(self) -> None:
+        """Nothing is read any more."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
     def __del__(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
+        self.close()
 
 
 class Values:
@@ -99,14 +133,11 @@ class Values:
         Raises:
             Damaged: its dtype is none.
         """
-        try:
-            return self._bytes.get(name, 0) // np.dtype(name.rpartition(".")[2]).itemsize
-        except TypeError:
-            raise Damaged(f"{os.path.join(self._folder, name)}: its dtype is unknown") from None
+        return self._bytes.get(name, 0) // dtype_of(os.path.join(self._folder, name)).itemsize
 
     def file(self, name: str, told: Callable[[int], None] | None = None) -> ValuesFile:
         """Return an array that is there; ``told`` is told of the bytes that are read of it."""
-        return ValuesFile(os.path.join(self._folder, name), name.rpartition(".")[2], told)
+        return ValuesFile(os.path.join(self._folder, name), told)
 
     def all(self, name: str) -> np.ndarray:
         """Return the whole of an array; nothing, where there is none."""
@@ -169,7 +200,13 @@ def _written_files(
         if state.schema is None or not known or len(named) != 1 or keys not in values.names:
             raise Damaged(f"what was written back into column {name} is not there as it is said to be")
         if names is None or name in names:
-            yield state.schema.column(name), keys, values.file(named[0])
+            column, changed = state.schema.column(name), values.file(named[0])
+            if changed.nbytes != values.count(keys) * column.nbytes:
+                raise Damaged(
+                    f"what was written back into column {name} has {changed.nbytes} bytes, where {values.count(keys)} "
+                    f"rows of {column.nbytes} are needed"
+                )
+            yield column, keys, changed.as_of(column.bits)
 
 
 class WrittenBack:
@@ -188,6 +225,12 @@ class WrittenBack:
             for column, keys, changed in _written_files(state, values, names)
         ]
 
+    def close(self) -> None:
+        """Close the files."""
+        for _, _, of, values in self._columns:
+            of.close()
+            values.close()
+
     def into(self, arrays: Arrays, keys: Ints) -> None:
         """Let it count in rows [n], whose ``keys`` follow each other; some of their columns."""
         for column, count, of, values in self._columns:
@@ -196,8 +239,7 @@ class WrittenBack:
             low, high = (_found(of, count, int(key)) for key in (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
             if low < high:
                 items = int(np.prod(column.shape, dtype=np.int64))
-                changed = values.read(low * items, (high - low) * items).view(column.bits)
-                changed = changed.reshape(high - low, *column.shape)
+                changed = values.read(low * items, (high - low) * items).reshape(high - low, *column.shape)
                 write_back_into(arrays, keys, [(column.name, of.read(low, high - low), changed)])
 
 
@@ -221,7 +263,7 @@ class WrittenBackInAnyOrder:
             if not len(rows):
                 continue
             items = int(np.prod(column.shape, dtype=np.int64))
-            found = values.at(places[at[rows]], items).reshape(-1).view(column.bits).reshape(len(rows), *column.shape)
+            found = values.at(places[at[rows]], items).reshape(len(rows), *column.shape)
             array = arrays[column.name] = arrays[column.name].copy()
             _put(array, rows, found)
 

@@ -83,6 +83,9 @@ Place = tuple[int, int, Location]
 """(uid, member, where its frame begins)."""
 
 
+_MOST = 2**62  # no number of a row, and no file, is larger
+
+
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where the rows of a replay buffer lie, of ``count`` keys from ``first`` on."""
 
@@ -125,7 +128,9 @@ def read_blocks(path: str) -> list[Block]:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Damaged(f"{path}: the list of blocks is damaged ({error})") from None
     for block in blocks:
-        if block.count < 1 or min(block.first, *block.segment_key, block.offset, block.length) < 0:
+        # Of a row there is more than a byte; and that a file is so long is found out where it is opened.
+        few = 1 <= block.count <= block.length and max(block.first + block.count, block.offset + block.length) <= _MOST
+        if not few or min(block.first, *block.segment_key, block.offset) < 0:
             raise Damaged(f"{path}: a block is said to be {block}")
     return blocks
 

@@ -166,7 +166,7 @@ class RowsOnDisk:
         return sorted([*(self.state.columns or ()), *self.nexts], key=lambda column: column.name)
 
     def _file(self, path: str) -> ValuesFile:
-        return ValuesFile(os.path.join(self.stored.folder, path), path.rpartition(".")[2])
+        return ValuesFile(os.path.join(self.stored.folder, path))
 
     @property
     def extras(self) -> set[str]:

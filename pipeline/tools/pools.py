@@ -118,7 +118,7 @@ class PoolRows:
         return sum(block.length for block in self.blocks)
 
     def _file(self, path: str, count: int) -> np.ndarray:
-        return ValuesFile(os.path.join(self.stored.folder, path), path.rpartition(".")[2]).read(0, count)
+        return ValuesFile(os.path.join(self.stored.folder, path)).read(0, count)
 
     def _needed(self) -> list[Block]:
         if not len(self.serials):

@@ -18,7 +18,7 @@ from pipeline.checkpoint.manifest import OF_SHARDS, PIPELINE, PIPELINE_RANKS, TR
 from pipeline.config import WithoutReplacement
 from pipeline.errors import ConfigError, Damaged, Starved
 from pipeline.ledger import BUFFERED, FINISHED
-from pipeline.replay.looking import bytes_to_look_at, look_at, look_at_trajectories
+from pipeline.replay.looking import bytes_to_look_at, let_go, look_at, look_at_trajectories
 from pipeline.replay.state import STATE_FILE
 from pipeline.store.codec import unpack
 from pipeline.store.segments import PayloadReader, Place
@@ -131,13 +131,16 @@ def _of_rows(target: Target, count: int, seed: int | None, rank: int, how_far: H
     begun = time.perf_counter()
     how_far.expect(bytes_to_look_at(target.stored, rank=rank))
     buffer = look_at(target.layout, target.run.tag, target.stored, rank=rank, seed=seed, told=how_far.more)
-    if not len(buffer):
-        raise Starved(f"{target.path}: the buffer is empty in generation {target.stored.manifest.generation}")
-    loaded = time.perf_counter()
-    most = len(buffer) if isinstance(buffer.options.select, WithoutReplacement) else count
-    batch = buffer.sample(min(count, most))
-    tensors = dict(_flat({name: batch[name] for name in batch.columns}))
-    drawn = time.perf_counter()
+    try:
+        if not len(buffer):
+            raise Starved(f"{target.path}: the buffer is empty in generation {target.stored.manifest.generation}")
+        loaded = time.perf_counter()
+        most = len(buffer) if isinstance(buffer.options.select, WithoutReplacement) else count
+        batch = buffer.sample(min(count, most))
+        tensors = dict(_flat({name: batch[name] for name in batch.columns}))
+        drawn = time.perf_counter()
+    finally:
+        let_go(buffer)
     more = {"weights": batch.weights, "keys": batch.keys}
     keys = [_drawn(name, [each]) for name, each in {**tensors, **more}.items()]
     of_shards = target.stored.manifest.kind in OF_SHARDS

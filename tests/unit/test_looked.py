@@ -159,6 +159,20 @@ def test_the_newest_of_episodes_whose_first_rows_are_gone(run_directory: str) ->
         assert set(drawn[0]) == {2, 3}
 
 
+def test_an_epoch_that_begins_anew_is_of_the_seed_that_was_saved(run_directory: str) -> None:
+    """Where rows were dropped, nothing of the order before is left."""
+    select = {"select": "without_replacement", "uses": 2}
+    with ReplayBuffer(50, directory=run_directory, select=select, seed=7, incomplete="drop") as buffer:
+        buffer.resume()
+        buffer.extend({"number": np.arange(40), "done": np.arange(40) % 9 == 0})
+        buffer.sample(3)
+        buffer.save(1, wait=True)
+    found = seen(run_directory)
+    with ReplayBuffer(50, directory=run_directory, select=select, seed=7, incomplete="drop") as real:
+        real.resume()
+        assert draw(found, 20) == draw(real, 20)
+
+
 def test_few_of_many_compressed_rows(run_directory: str) -> None:
     """Their block is read whole, and what is not drawn is not kept."""
     with ReplayBuffer(3000, directory=run_directory, compress={"big": "zlib"}, select="prioritized") as buffer:

@@ -142,7 +142,7 @@ def test_a_row_is_of_the_first_whole_block_that_has_it() -> None:
 
 def test_a_file_that_was_never_opened_is_not_closed(tmp_path: Path) -> None:
     """An error, or Ctrl-C, before it was opened: nothing is told of what was to be closed."""
-    for error, dtype in ((TypeError, "none"), (FileNotFoundError, "int64")):
-        with pytest.raises(error):
-            ValuesFile(str(tmp_path / "absent"), dtype)
+    for message, dtype in (("its dtype is unknown", "none"), ("missing", "int64")):
+        with pytest.raises(Damaged, match=message):
+            ValuesFile(str(tmp_path / f"absent.{dtype}"))
         gc.collect()

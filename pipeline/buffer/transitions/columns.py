@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
     @property
     def nbytes(self) -> int:
         """Bytes in a row."""
-        return self.bits.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.bits.itemsize * prod(self.shape)
 
     def check(self) -> None:
         """Refuse what could not be held.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -139,7 +140,7 @@ class CompressingMemory(ProcessMemory):
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         if is_compressed(self._compress, name):
             return cast(np.ndarray, CompressedColumn(shape, dtype))  # used as such, by slots alone
-        super().check(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, f"capacity={shape[0]}, column {name}")
+        super().check(prod(shape) * dtype.itemsize, f"capacity={shape[0]}, column {name}")
         return super().array(name, shape, dtype)
 
 

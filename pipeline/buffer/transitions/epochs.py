@@ -180,8 +180,15 @@ class EpochDrawer(Drawer):
         if isinstance(given, np.ndarray):
             self._order = distinct("order", wholes("order", given, 0, most))
             return
+        size, count = self.ring.size, 0
+        named = np.zeros(size, bool)  # of rows that are there; of others it does not matter
         for first, piece in pieces(given):
-            wholes("order", piece, 0, most, first=first)
+            places = wholes("order", piece, 0, most, first=first).astype(np.int64) + (self._base - self.ring.oldest)
+            places = places[places >= 0]
+            named[places] = True
+            count += len(places)
+        if count > np.count_nonzero(named):
+            raise ValueError("order: a row is there more than once")
         self._order = Parts(given)
 
     def _leave_out_gone(self) -> None:

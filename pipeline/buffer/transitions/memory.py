@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import platform
 import sys
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,15 +58,14 @@ class SparseMemory:
         """Of what is never written nobody need have room."""
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        count = int(np.prod(shape, dtype=np.int64))
-        if not count * dtype.itemsize:
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes:
             return np.zeros(shape, dtype)
         try:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-            mapped = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
-        except OSError as error:
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"capacity={shape[0]}, {name}: addresses for {count * dtype.itemsize:,} bytes cannot be had ({error}); "
+                f"capacity={shape[0]}, {name}: addresses for {nbytes:,} bytes cannot be had ({error}); "
                 "raise the limit of address space (ulimit -v)",
                 option="capacity",
             ) from None

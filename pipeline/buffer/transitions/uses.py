@@ -29,7 +29,7 @@ class Uses:
         """Return how many uses rows that are there have left: [n] int64, those among ``drawn`` taken off."""
         left: Ints = self.most - self._counts[self.ring.slots(keys)].astype(np.int64)
         if self._before is not None:
-            left -= self._before.at(keys - self.ring.oldest)[:, 0]
+            left -= self._before.at(keys - self.ring.oldest)[:, 0].astype(np.int64)
         if drawn is not None and len(drawn):
             names, times = np.unique(drawn, return_counts=True)
             at = np.minimum(np.searchsorted(names, keys), len(names) - 1)
