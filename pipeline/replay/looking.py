@@ -15,6 +15,7 @@ import msgspec
 
 from pipeline.buffer.transitions.memory import SparseMemory
 from pipeline.buffer.transitions.ring import Ring
+from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.checkpoint.generations import Stored, check_generation
@@ -26,6 +27,8 @@ from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.looked import LookedRing, LookedRows
+from pipeline.replay.looked_next import LookedNextObs
+from pipeline.replay.next_obs import KEYS_FILE
 from pipeline.replay.parts import restore
 from pipeline.replay.rooms import OwnRoom
 from pipeline.replay.segment_rows import SegmentRows
@@ -36,14 +39,15 @@ from pipeline.replay.trajectory_loading import Reading, Room
 from pipeline.replay.trajectory_loading import read as read_trajectories
 from pipeline.replay.trajectory_shards import read_trajectory_shard
 from pipeline.replay.unread import UnreadRows
-from pipeline.replay.values import Values, WrittenBack
+from pipeline.replay.values import Values, ValuesRows, WrittenBack
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
 from pipeline.store.segments import read_blocks
 
 _OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs", "seed")
 """Of the options that were saved, those that say what is drawn."""
-_SELECTOR, _WRITTEN = "selector.", "written."
+_SELECTOR, _WRITTEN, _NEXT_OBS = "selector.", "written.", "next_obs."
+_UNREAD = (_SELECTOR, _WRITTEN, _NEXT_OBS)
 """Values that are read as rows are: of those that are looked at."""
 _TWICE = tuple(f"{VALUES_FOLDER}/selector.{name}." for name in ("priorities", "used"))
 """Files that are gone through twice, to be checked and to be summed up."""
@@ -68,6 +72,9 @@ class _Room(OwnRoom):
 
     def tree(self, capacity: int) -> SumTree:
         return SumTree(capacity, fast=False)  # one draw is not worth the import of a compiler
+
+    def next_obs(self, ring: Ring) -> SharedNextObs:
+        return LookedNextObs(ring, self._options.fields)
 
 
 class _Folder(NamedTuple):
@@ -200,7 +207,7 @@ def _read(layout: Layout, run_tag: int, own: Stored, buffer: ReplayBuffer, state
         return ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
     if not isinstance(buffer.ring, LookedRing):
         return read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
-    return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=(_SELECTOR, _WRITTEN))
+    return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD)
 
 
 def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) -> ReadRows:
@@ -208,11 +215,15 @@ def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) ->
     ring = found.ring
     if not isinstance(ring, LookedRing):
         return found
-    values, opened = Values(own), {}
+    values = Values(own)
+    opened: dict[str, Any] = {}
     for name in values.names:
-        if name.startswith(_SELECTOR):
-            ring.files.append(file := values.file(name, told))
-            opened[name] = file
+        if name.startswith((_SELECTOR, _NEXT_OBS)):
+            of_selector = name.startswith(_SELECTOR)
+            ring.files.append(file := values.file(name, told if of_selector else None))
+            opened[name] = file if of_selector or name == KEYS_FILE else ValuesRows(file)
+    if KEYS_FILE in opened:
+        values.rising(KEYS_FILE)
     unread = ring.storage.unread
     if isinstance(unread, LookedRows):
         unread.changes = WrittenBack(found.state, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,8 @@ class ValuesFile:
             Damaged: one is not there.
         """
         found = np.empty((len(places), width), self._dtype)
+        if not width:
+            return found
         order = np.argsort(places, kind="stable")
         rising = places[order]
         most, begin = max(1, _SPAN // max(1, width * self._dtype.itemsize)), 0
@@ -103,6 +106,17 @@ class ValuesFile:
             begin = end
         return found
 
+    def below(self, value: int) -> int:
+        """Return how many of the values, which rise, are below one. Few are read."""
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if int(self.read(middle, 1)[0]) < value:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
     def close(self) -> None:
         """Nothing is read any more."""
         handle, self._handle = self._handle, -1
@@ -111,6 +125,29 @@ class ValuesFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+class ValuesRows:
+    """An array of rows [n, ...] on the disk, of which some are read."""
+
+    def __init__(self, file: ValuesFile, shape: tuple[int, ...] = ()) -> None:
+        self.file, self._shape = file, shape or (len(file),)
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def reshape(self, *shape: int) -> ValuesRows:
+        """Return the same values as rows of another shape.
+
+        Raises:
+            ValueError: they are not so many.
+        """
+        if prod(shape) != len(self.file):
+            raise ValueError(f"{len(self.file)} values are none of the shape {list(shape)}")
+        return ValuesRows(self.file, shape)
+
+    def __getitem__(self, places: Ints) -> np.ndarray:
+        return self.file.at(places, prod(self._shape[1:])).reshape(len(places), *self._shape[1:])
 
 
 class Values:
@@ -221,24 +258,24 @@ class WrittenBack:
             Damaged: the keys of the rows are in no order, or a column is none.
         """
         self._columns = [
-            (column, values.count(values.rising(keys)), values.file(keys), changed)
+            (column, values.file(values.rising(keys)), changed)
             for column, keys, changed in _written_files(state, values, names)
         ]
 
     def close(self) -> None:
         """Close the files."""
-        for _, _, of, values in self._columns:
+        for _, of, values in self._columns:
             of.close()
             values.close()
 
     def into(self, arrays: Arrays, keys: Ints) -> None:
         """Let it count in rows [n], whose ``keys`` follow each other; some of their columns."""
-        for column, count, of, values in self._columns:
+        for column, of, values in self._columns:
             if column.name not in arrays:
                 continue
-            low, high = (_found(of, count, int(key)) for key in (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
+            low, high = (of.below(int(key)) for key in (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
             if low < high:
-                items = int(np.prod(column.shape, dtype=np.int64))
+                items = prod(column.shape)
                 changed = values.read(low * items, (high - low) * items).reshape(high - low, *column.shape)
                 write_back_into(arrays, keys, [(column.name, of.read(low, high - low), changed)])
 
@@ -262,7 +299,7 @@ class WrittenBackInAnyOrder:
             rows = np.flatnonzero(changed[at] == keys) if len(changed) else at[:0]
             if not len(rows):
                 continue
-            items = int(np.prod(column.shape, dtype=np.int64))
+            items = prod(column.shape)
             found = values.at(places[at[rows]], items).reshape(len(rows), *column.shape)
             array = arrays[column.name] = arrays[column.name].copy()
             _put(array, rows, found)
@@ -275,18 +312,6 @@ def _put(array: Any, places: Ints, values: np.ndarray) -> None:
     else:
         for at, value in zip(places.tolist(), values, strict=True):
             array[at] = packed_row(value)
-
-
-def _found(keys: ValuesFile, count: int, key: int) -> int:
-    """Return how many of ``count`` rising keys are below one."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if int(keys.read(middle, 1)[0]) < key:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def write_back_into(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Ints, Any]]) -> None:

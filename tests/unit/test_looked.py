@@ -4,6 +4,7 @@ selection looks at; and of the rows only those that are drawn are kept."""
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline import ConfigError, ReplayBuffer, Starved, UsageError
-from pipeline.buffer.transitions import elsewhere, unread_sums
+from pipeline.buffer.transitions import drawing, elsewhere, unread_sums
+from pipeline.buffer.transitions.uses import Uses
+from pipeline.buffer.transitions.windows import EpisodeWindow
 from pipeline.checkpoint.generations import find_generations
 from pipeline.replay import looked
 from pipeline.replay.looked import LookedRing
@@ -182,6 +185,49 @@ def test_few_of_many_compressed_rows(run_directory: str) -> None:
         found = seen(run_directory)
         assert draw(found, 3) == draw(buffer, 3)
     assert found.ring.storage.view("number").astype(bool).sum() < 3 * 16
+
+
+@pytest.mark.parametrize("select", SELECTIONS.values())
+def test_no_more_rows_are_listed_at_a_time_than_are_read(
+    run_directory: str, select: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nearly all rows were drawn as often as they may be, too."""
+    monkeypatch.setattr(drawing, "AT_ONCE", 64)
+    with ReplayBuffer(4000, directory=run_directory, select=select) as buffer:
+        buffer.resume()
+        buffer.extend(rows(np.random.default_rng(1), 4000, big=False), envs=4)
+        for _ in range(3):
+            if "uses" in select and "window_trajectories" not in select:
+                draw(buffer, 3960)
+        buffer.save(1, wait=True)
+        expected = [draw(buffer, count) for count in (3, 8, 2, 100)]
+    listed = []
+    for place, name in ((Uses, "left"), (EpisodeWindow, "holds")):
+        real = getattr(place, name)
+        monkeypatch.setattr(
+            place, name, lambda self, keys, *more, real=real: listed.append(len(keys)) or real(self, keys, *more)
+        )
+    assert [draw(seen(run_directory), 3), draw(found := seen(run_directory), 3)] == 2 * expected[:1]
+    assert [draw(found, count) for count in (8, 2, 100)] == expected[1:]
+    assert max(listed, default=0) <= 1024
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_next_observations_that_are_kept_aside_stay_where_they_are(run_directory: str, length: int) -> None:
+    """Of short episodes these are as much as the rows."""
+    number = np.arange(3000)
+    given = {"obs": number[:, None] * np.ones((1, 400)), "next_obs": -number[:, None] * np.ones((1, 400))}
+    with ReplayBuffer(3000, directory=run_directory, share_next_obs=True) as buffer:
+        buffer.resume()
+        buffer.extend({**given, "done": number % length == 0})
+        buffer.save(1, wait=True)
+        tracemalloc.start()
+        found = seen(run_directory)
+        drawn = draw(found, 4)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert drawn == draw(buffer, 4)
+    assert most < 2_000_000
 
 
 def test_more_rows_than_there_is_memory(run_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:

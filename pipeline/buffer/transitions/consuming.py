@@ -87,8 +87,8 @@ class ConsumingDrawer(Drawer):
 
     def _rest(self, rng: np.random.Generator, drawn: Ints, count: int, starts: Starts | None) -> Ints:
         """Draw what is missing out of a list of all that can be drawn."""
-        keys = self.ring.keys() if starts is None else starts.all()
-        keys = keys[self.mass(keys) > 0]
+        listed = self.ring.pieces() if starts is None else [starts.all()]
+        keys = np.concatenate([np.empty(0, np.int64), *(piece[self.mass(piece) > 0] for piece in listed)])
         left = int(self._uses.left(keys, drawn).sum()) + len(drawn)
         if left < count:
             raise Starved(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.buffer.transitions.best import Best
+from pipeline.buffer.transitions.elsewhere import AT_ONCE
 from pipeline.buffer.transitions.layout import VERSION
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sums import SumTree
@@ -202,7 +203,9 @@ class _Both:
         return held if self._starts is None else held & self._starts.mask(keys)
 
     def all(self) -> Ints:
-        keys = np.arange(*self._window.bounds()) if self._starts is None else self._starts.all()
+        if self._starts is None:
+            return self._window.all()
+        keys = self._starts.all()
         held: Ints = keys[self._window.holds(keys)]
         return held
 
@@ -229,8 +232,8 @@ class OrderedDrawer(Drawer):
             return drawn
         if self._uses is None:
             return self._first(self._listed(count) if starts is None else starts.all(), count)
-        if self._options.by == "fifo" and starts is None and not self.ring.scattered:
-            keys = self._oldest(self._uses, count)
+        if self._options.by in ("fifo", "lifo") and starts is None and not self.ring.scattered:
+            keys = self._ends(self._uses, count)
         else:
             keys = self.ring.keys() if starts is None else starts.all()
             keys = keys[self._uses.left(keys) > 0]
@@ -283,21 +286,21 @@ class OrderedDrawer(Drawer):
             return ring.keys()
         return np.arange(count) + (ring.oldest if by == "fifo" else ring.added - count)
 
-    def _oldest(self, uses: Uses, count: int) -> Ints:
-        """Return the oldest rows with uses left, ``count`` or more if there are so many."""
-        ring, width = self.ring, 4 * count
-        begin = self._used_up = max(self._used_up, ring.oldest)  # rows before that have none, and get none
-        while True:
-            keys = np.arange(begin, min(begin + width, ring.added))
-            open_ = keys[uses.left(keys) > 0]
-            if not len(open_):
-                begin = self._used_up = begin + len(keys)
-            if len(open_) >= count or begin + len(keys) >= ring.added:
-                break
-            width *= 4
-        if len(open_):
-            self._used_up = int(open_[0])
-        return open_
+    def _ends(self, uses: Uses, count: int) -> Ints:
+        """Return the rows with uses left that come first, oldest first: ``count`` or more, if there are so many."""
+        ring, lifo, width, missing = self.ring, self._options.by == "lifo", 4 * count, count
+        # Rows before that have no use left, and get none.
+        begin, end, found = max(self._used_up, ring.oldest), ring.added, [np.empty(0, np.int64)]
+        while begin < end and missing > 0:
+            keys = np.arange(max(begin, end - width), end) if lifo else np.arange(begin, min(end, begin + width))
+            begin, end = (begin, int(keys[0])) if lifo else (int(keys[-1]) + 1, end)
+            found.append(keys[uses.left(keys) > 0])
+            missing -= len(found[-1])
+            width = max(width, min(4 * width, AT_ONCE))
+        keys = np.concatenate(found[::-1] if lifo else found)
+        if not lifo:
+            self._used_up = int(keys[0]) if len(keys) else begin
+        return keys
 
     def _first(self, keys: Ints, count: int) -> Ints:
         if count > len(keys):

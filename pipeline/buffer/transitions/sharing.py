@@ -217,9 +217,7 @@ class SharedNextObs:
         """Copy out the next observations of rows that are there: of ``keys`` [n], the columns ``names`` [n, ...]."""
         if not names:
             return {}
-        ring = self._ring
-        slots = ring.slots(keys)
-        places = self._place[slots]
+        ring, places = self._ring, self._places_of(keys)
         own = np.flatnonzero(places)
         after = keys + ring.mark(AHEAD, keys)
         rows = ring.storage.gather(ring.slots(after), {self._of[name] for name in names})
@@ -229,6 +227,11 @@ class SharedNextObs:
             if len(own):
                 found[name][own] = self._table[name][places[own] - 1]
         return found
+
+    def _places_of(self, keys: Ints) -> Ints:
+        """Return for each row that is there 0, or 1 + its place in the table."""
+        places: Ints = self._place[self._ring.slots(keys)]
+        return places
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -258,19 +261,26 @@ class SharedNextObs:
         Raises:
             ValueError, LookupError: it is no such state.
         """
-        stored = self._ring.storage.schema
         distinct("next_obs.keys", wholes("next_obs.keys", keys, 0, self._ring.keys_end - 1))
         self.forget()
-        if stored is None:
+        if not self._shape_with(arrays):
             return
-        twins = {name: stored.column(self._obs + name[len(self._next) :]) for name in arrays}
-        own = [Column(name, twin.dtype, twin.shape) for name, twin in twins.items()]
-        self.shape(Schema(tuple(sorted((*stored.columns, *own), key=lambda each: each.name))))
         there = self._ring.alive(keys)  # others lay where rows are now that have none aside
         keys, arrays = keys[there], {name: array[there] for name, array in arrays.items()}
         places = self._reserve(len(keys))
         self._keep(places, keys, arrays)
         self._set_places(self._ring.slots(keys), places + 1)
+
+    def _shape_with(self, names: Iterable[str]) -> bool:
+        """Begin with the rows that are stored, and these columns of next observations; return whether there are rows
+        of any kind."""
+        stored = self._ring.storage.schema
+        if stored is None:
+            return False
+        twins = {name: stored.column(self._obs + name[len(self._next) :]) for name in names}
+        own = [Column(name, twin.dtype, twin.shape) for name, twin in twins.items()]
+        self.shape(Schema(tuple(sorted((*stored.columns, *own), key=lambda each: each.name))))
+        return True
 
 
 def _in_group(name: str, group: str) -> bool:

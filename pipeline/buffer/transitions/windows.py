@@ -37,6 +37,16 @@ class Window:
         """Whether the row of each key, which is there, is in it: [n] bool."""
         raise NotImplementedError
 
+    def all(self) -> Ints:
+        """Return the keys of all rows that are in it, oldest first."""
+        begin, _ = self.bounds()
+        found = [np.empty(0, np.int64)]
+        for piece in self._ring.pieces():
+            keys = piece[piece >= begin]
+            if len(keys):
+                found.append(keys[self.holds(keys)])
+        return np.concatenate(found)
+
     def looks_at(self) -> int:
         """Return about how many episodes, or rows, have to be looked at before the bounds are known."""
         return 0
