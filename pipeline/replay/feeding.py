@@ -6,6 +6,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.batch import TransitionBatch
@@ -23,7 +24,7 @@ from pipeline.records import Added
 from pipeline.replay.heavy import heavy_sample
 from pipeline.replay.job import Job, Piece, files_of, listed, merged_from
 from pipeline.replay.loading import ReadRows, read_state
-from pipeline.replay.parts import Parts, restore, state_of, values_of
+from pipeline.replay.parts import DRAWING, Parts, restore, state_of, values_of
 from pipeline.replay.state import STATE_FILE
 from pipeline.store.codec import bodies_of_head, read_bytes, tensor_of
 from pipeline.store.layout import Layout, SegmentKey
@@ -236,6 +237,8 @@ class ReplayFeed:
             begin = merged_from(self._blocks, rows_of_block(ring))
             first = self._blocks[begin].first if begin < len(self._blocks) else self._end_of_blocks()
             state = state_of(parts, buffer.options, self._inside.counts()[1])
+            given = buffer.options.to_dict()
+            state = msgspec.structs.replace(state, options={name: given[name] for name in DRAWING})
             return Captured(Job(ring, buffer.gate, state, values_of(parts), first), list(self._blocks), self._unknown)
 
     def _end_of_blocks(self) -> int:

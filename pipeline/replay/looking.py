@@ -22,14 +22,15 @@ from pipeline.checkpoint.generations import Stored, check_generation
 from pipeline.checkpoint.manifest import BLOCKS_FILE, PIPELINE, SHARDS, TRAINER_FOLDER, TRAJECTORY_SHARDS
 from pipeline.checkpoint.parts import shard_of
 from pipeline.config import ReplayOptions
-from pipeline.errors import Damaged
+from pipeline.config.selecting import selection
+from pipeline.errors import ConfigError, Damaged, UsageError
 from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.looked import LookedRing, LookedRows
 from pipeline.replay.looked_next import LookedNextObs
 from pipeline.replay.next_obs import KEYS_FILE
-from pipeline.replay.parts import restore
+from pipeline.replay.parts import DRAWING, restore
 from pipeline.replay.rooms import OwnRoom
 from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.state import VALUES_FOLDER, BufferState, read_buffer_state, set_generator
@@ -44,8 +45,6 @@ from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
 from pipeline.store.segments import read_blocks
 
-_OPTIONS = ("select", "fields", "returns", "compress", "share_next_obs", "seed")
-"""Of the options that were saved, those that say what is drawn."""
 _SELECTOR, _WRITTEN, _NEXT_OBS = "selector.", "written.", "next_obs."
 _UNREAD = (_SELECTOR, _WRITTEN, _NEXT_OBS)
 """Values that are read as rows are: of those that are looked at."""
@@ -192,7 +191,7 @@ def bytes_to_look_at(stored: Stored, *, rank: int = 0) -> int:
 def _bytes_of(own: Stored) -> int:
     again = sum(info.bytes for info in own.manifest.files if info.path.startswith(_TWICE))
     state, _ = read_buffer_state(own.folder)
-    select = own.manifest.options.get("select")
+    select = (state.options if own.manifest.kind == PIPELINE else own.manifest.options).get("select")
     by = select.get("by") if isinstance(select, Mapping) else ""
     looks = 4 * state.size * {"ordered": by in ("stalest", "freshest"), "staleness": 3}.get(state.selection, 0)
     if state.selection == "ordered" and by in ("min", "max"):
@@ -239,10 +238,22 @@ def _without_trainer(stored: Stored) -> Stored:
 
 
 def _options(state: BufferState, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a buffer like the one that was saved. A pipeline's manifest has none of its buffer's."""
-    given = {} if kind == PIPELINE else {name: options[name] for name in _OPTIONS if name in options}
-    if state.selection and kind == PIPELINE:
+    """Return the options of a buffer like the one that was saved. A pipeline's manifest has none of its buffer's.
+
+    Raises:
+        UsageError: of a pipeline's, which an earlier version wrote, they are not known.
+    """
+    of = state.options if kind == PIPELINE else options
+    given = {name: of[name] for name in DRAWING if name in of}
+    if kind == PIPELINE and state.selection and not given:
         given["select"] = {"select": state.selection}
+        try:
+            selection(given["select"])
+        except ConfigError as error:
+            raise UsageError(
+                f"the generation does not say how the buffer draws, only that this is {state.selection!r}: an earlier "
+                f"version wrote it. Resume the run, and save ({error})"
+            ) from None
     given["remove"] = options.get("remove", "fifo") if kind != PIPELINE else "fifo"
     if state.columns is not None:
         given["share_next_obs"] = state.next_obs_columns is not None

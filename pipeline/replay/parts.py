@@ -18,6 +18,9 @@ from pipeline.replay.state import BufferState, generator_state, set_generator
 from pipeline.replay.stepping import Stepping
 from pipeline.replay.write_back import saved
 
+DRAWING = ("select", "fields", "returns", "compress", "share_next_obs", "seed")
+"""Options that say what is drawn."""
+
 
 class Parts(NamedTuple):
     """What a buffer's state consists of; the saver reads them under the buffer's lock."""

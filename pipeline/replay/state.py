@@ -68,6 +68,10 @@ class BufferState(msgspec.Struct, kw_only=True):
     """What tells how the rows are numbered from how they had been before: a resume that leaves rows out, or brings them
     to other ranks, gives them other keys; one that goes back behind some, theirs to others. Empty: none has."""
 
+    options: dict[str, Any] = {}
+    """Of a buffer that a pipeline fills, whose manifest has the pipeline's: what draws depend on. Empty: it is none,
+    or an earlier version wrote it."""
+
     @property
     def schema(self) -> Schema | None:
         """The columns."""

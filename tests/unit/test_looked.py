@@ -201,12 +201,15 @@ def test_no_more_rows_are_listed_at_a_time_than_are_read(
                 draw(buffer, 3960)
         buffer.save(1, wait=True)
         expected = [draw(buffer, count) for count in (3, 8, 2, 100)]
-    listed = []
+    listed: list[int] = []
     for place, name in ((Uses, "left"), (EpisodeWindow, "holds")):
-        real = getattr(place, name)
-        monkeypatch.setattr(
-            place, name, lambda self, keys, *more, real=real: listed.append(len(keys)) or real(self, keys, *more)
-        )
+
+        def noted(self: Any, keys: np.ndarray, *more: Any, real: Any = getattr(place, name)) -> np.ndarray:
+            listed.append(len(keys))
+            found: np.ndarray = real(self, keys, *more)
+            return found
+
+        monkeypatch.setattr(place, name, noted)
     assert [draw(seen(run_directory), 3), draw(found := seen(run_directory), 3)] == 2 * expected[:1]
     assert [draw(found, count) for count in (8, 2, 100)] == expected[1:]
     assert max(listed, default=0) <= 1024
