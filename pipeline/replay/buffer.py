@@ -202,6 +202,7 @@ class ReplayBuffer(AddingVerbs, SavingVerbs, WriteBackVerb):
 
     def _parts(self, ring: Ring, room: Room | None = None) -> Parts:
         room = room or self._room
+        room.check()
         drawer = make_drawer(ring, self.options.select, self.options.seed, room.tree)
         next_obs = room.next_obs(ring) if self.options.share_next_obs else None
         counts = Counts(self.options.limiter)

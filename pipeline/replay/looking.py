@@ -69,6 +69,9 @@ class _Room(OwnRoom):
     def ring(self) -> Ring:
         return self._ring
 
+    def check(self) -> None:
+        """What rows weigh stays where it lies."""
+
     def tree(self, capacity: int) -> SumTree:
         return SumTree(capacity, fast=False)  # one draw is not worth the import of a compiler
 

@@ -32,7 +32,7 @@ from pipeline.buffer.transitions.sharing import SharedNextObs
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.buffer.transitions.sums import SumTree
 from pipeline.buffer.transitions.writing import Written
-from pipeline.config import ReplayOptions, Uniform
+from pipeline.config import Prioritized, ReplayOptions, StalenessWeighted, Uniform
 from pipeline.replay.gate import Gate
 from pipeline.replay.job import Job
 from pipeline.replay.shared_job import SharedJob
@@ -53,8 +53,16 @@ class Room(Protocol):
         """Return a ring without rows and columns."""
         ...
 
+    def check(self) -> None:
+        """Refuse rows that cannot be weighed, before parts are made for them.
+
+        Raises:
+            ConfigError: what they weigh would not fit into memory.
+        """
+        ...
+
     def tree(self, capacity: int) -> SumTree:
-        """Return a tree of what rows weigh."""
+        """Return a tree of what rows weigh; it takes the place of one that goes, so that nothing is checked."""
         ...
 
     def written(self, ring: Ring) -> Written:
@@ -86,6 +94,17 @@ class Room(Protocol):
         ...
 
 
+def check_weights(options: ReplayOptions) -> None:
+    """Refuse what rows weigh, if a selection weighs them and there is no memory for it.
+
+    Raises:
+        ConfigError: with the number of bytes.
+    """
+    select, capacity = options.select, options.capacity
+    if isinstance(select, Prioritized | StalenessWeighted) or (isinstance(select, Uniform) and select.uses is not None):
+        ProcessMemory().check(9 * capacity, f"capacity={capacity}: what its rows weigh")
+
+
 class OwnRoom:
     """The memory of this process."""
 
@@ -99,8 +118,10 @@ class OwnRoom:
         remove, storage = options.remove, TransitionStorage(options.capacity, None, memory)
         return Ring(storage) if remove.by == "fifo" else Pool(storage, remove)
 
+    def check(self) -> None:
+        check_weights(self._options)
+
     def tree(self, capacity: int) -> SumTree:
-        ProcessMemory().check(9 * capacity, f"capacity={capacity}: what its rows weigh")
         return SumTree(capacity)
 
     def written(self, ring: Ring) -> Written:
@@ -187,6 +208,9 @@ class SharedRoom:
         # An object of its own and no method: the drawer keeps it, and a circle (this room, its lock, the member, the
         # drawer, this room) would keep the memory of a buffer that nobody has any more.
         self.tree = Trees(self._header, new=self._new)
+
+    def check(self) -> None:
+        check_weights(self._options)
 
     def ring(self) -> Ring:
         memory = SharedMemory(self.files.memory, self._header.end)

@@ -203,8 +203,9 @@ def test_no_more_rows_are_listed_at_a_time_than_are_read(
         expected = [draw(buffer, count) for count in (3, 8, 2, 100)]
     listed: list[int] = []
     for place, name in ((Uses, "left"), (EpisodeWindow, "holds")):
+        own: Any = getattr(place, name)
 
-        def noted(self: Any, keys: np.ndarray, *more: Any, real: Any = getattr(place, name)) -> np.ndarray:
+        def noted(self: Any, keys: np.ndarray, *more: Any, real: Any = own) -> np.ndarray:
             listed.append(len(keys))
             found: np.ndarray = real(self, keys, *more)
             return found

@@ -434,3 +434,20 @@ def test_rows_that_would_not_fit_into_memory_are_refused_with_their_bytes() -> N
     assert buffer.ring.storage.schema is None
     with pytest.raises(ConfigError, match="at most 2147483647 rows"):
         ReplayBuffer(2**31)
+
+
+@pytest.mark.parametrize("storage", ["memory", "shared"])
+@pytest.mark.parametrize("select", ["prioritized", {"select": "staleness", "half_life": 2.0}])
+def test_what_rows_weigh_is_refused_before_it_is_tried_and_never_when_rows_go(
+    storage: Any, select: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a buffer that is cleared the memory was had all along."""
+    buffer = ReplayBuffer(1000, storage=storage, select=select)
+    buffer.extend({"number": np.arange(10)})
+    monkeypatch.setattr("pipeline.buffer.transitions.memory.available_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match="bytes of memory are needed"):
+        ReplayBuffer(1000, storage=storage, select=select)
+    buffer.clear()
+    monkeypatch.undo()
+    buffer.extend({"number": np.arange(3)})
+    assert set(buffer.sample(20)["number"].tolist()) == {0, 1, 2}
