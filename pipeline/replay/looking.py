@@ -167,11 +167,12 @@ def _looked_at(
     with buffer.gate.lock:
         found = _read(layout, run_tag, own, buffer, state)
         try:
-            found, parts = _opened(own, found, told), buffer._parts(found.ring)
-            restore(parts, buffer.options, found.state, found.values)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            _close(found.ring)
-            raise Damaged(f"{own.folder}: the buffer's state does not fit together ({error!r})") from None
+            found = _opened(own, found, told)
+            parts = buffer._parts(found.ring)
+            try:
+                restore(parts, buffer.options, found.state, found.values)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise Damaged(f"{own.folder}: the buffer's state does not fit together ({error!r})") from None
         except BaseException:
             _close(found.ring)
             raise
