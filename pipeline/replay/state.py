@@ -176,6 +176,8 @@ def checked(state: BufferState) -> BufferState:
     """
     if not (0 <= state.size <= state.added < MOST and state.size <= max(state.capacity, 0)):
         raise ValueError(f"{state.size} rows of {state.added} that were added to {state.capacity} places")
+    if state.size and not state.columns:
+        raise ValueError(f"{state.size} rows are said to have no columns")
     if min(state.dropped.values(), default=0) < 0 or state.held < 0:
         raise ValueError(f"of {state.size} rows {state.dropped} are said to have been dropped")
     for name in ("next_episode", "stale_updates", "processes"):

@@ -231,7 +231,7 @@ def test_next_observations_that_are_kept_aside_stay_where_they_are(run_directory
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert drawn == draw(buffer, 4)
-    assert most < 2_000_000
+    assert most < 7_000_000  # of more than 9.6 MB; 4 MB of a file are compared with its manifest at a time
 
 
 def test_more_rows_than_there_is_memory(run_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:

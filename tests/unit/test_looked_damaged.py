@@ -176,6 +176,16 @@ def test_compressed_rows_of_another_length_are_damage(run_directory: str, shape:
         sample_run(run_directory, 8)
 
 
+@pytest.mark.parametrize("columns", [None, []])
+def test_rows_without_columns_are_damage(run_directory: str, columns: Any) -> None:
+    def without(raw: bytes) -> bytes:
+        return json.dumps({**json.loads(raw), "columns": columns, "written_columns": []}).encode()
+
+    forge(saved(run_directory, ORDERS["best"]), without, "replay.json")
+    with pytest.raises(Damaged, match="columns"):
+        sample_run(run_directory, 8)
+
+
 @pytest.mark.parametrize("shape", [[2**62], [2**61, 2**61], [2**70]])
 def test_columns_that_no_memory_has_room_for_are_refused(run_directory: str, shape: list[int]) -> None:
     def reshaped(raw: bytes) -> bytes:
@@ -216,11 +226,11 @@ def test_a_generation_that_goes_meanwhile_is_damage(
     make(run_directory)
     real = getattr(looking, name)
 
-    def goes(*given: Any) -> Any:
+    def goes(*given: Any, **more: Any) -> Any:
         (stored,) = [each for each in given if isinstance(each, Stored)]
-        found = real(*given) if of_rows else None
+        found = real(*given, **more) if of_rows else None
         shutil.rmtree(stored.folder)
-        return found if of_rows else real(*given)
+        return found if of_rows else real(*given, **more)
 
     monkeypatch.setattr(looking, name, goes)
     layout = Layout(run_directory)
