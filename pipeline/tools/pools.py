@@ -142,8 +142,9 @@ class PoolRows:
         written = WrittenBackInAnyOrder(self.state, Values(self.stored), names)
         at, keys = self.shard.pool.get("at", self.serials), self.shard.pool.get("keys", self.serials)
         order = np.argsort(at)
+        rising = at[order]
         for block in self.blocks:
-            low, high = np.searchsorted(at[order], (block.first, block.first + block.count))
+            low, high = np.searchsorted(rising, (block.first, block.first + block.count))
             own = order[low:high]
             whole = columns_of_block(held, block, self.schema, [EPISODE, VERSION, *names], slice(0, block.count))
             arrays = {name: each[at[own] - block.first] for name, each in whole.items()}
