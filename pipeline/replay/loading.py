@@ -21,6 +21,7 @@ from pipeline.replay.parts import check_kind
 from pipeline.replay.pooling import needed_by, read_rows, take_places
 from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, read_buffer_state
 from pipeline.replay.unread import UnreadPool, UnreadRows
+from pipeline.replay.values import dtype_of
 from pipeline.store.files import open_plain
 from pipeline.store.held import HeldSegments
 from pipeline.store.layout import Layout
@@ -197,16 +198,8 @@ def read_values(stored: Stored, *, unread: tuple[str, ...] = ()) -> dict[str, np
             path = os.path.join(stored.folder, info.path)
             with open_plain(path) as file:
                 raw = file.read()
-            try:
-                values[name] = np.frombuffer(raw, _dtype_of(name))
-            except ValueError as error:
-                raise Damaged(f"{path}: {len(raw)} bytes are no array of {_dtype_of(name)} ({error})") from None
+            dtype = dtype_of(path)
+            if len(raw) % dtype.itemsize:
+                raise Damaged(f"{path}: {len(raw)} bytes are no array of {dtype}")
+            values[name] = np.frombuffer(raw, dtype)
     return values
-
-
-def _dtype_of(name: str) -> np.dtype[Any]:
-    """The end of a file's name is its dtype."""
-    try:
-        return np.dtype(name.rpartition(".")[2])
-    except TypeError:
-        raise Damaged(f"{VALUES_FOLDER}/{name}: its dtype is unknown") from None

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Column
 from pipeline.buffer.transitions.compressed import packed_row
+from pipeline.buffer.transitions.elsewhere import AT_ONCE
 from pipeline.checkpoint.generations import Stored
 from pipeline.errors import Damaged
 from pipeline.replay.next_obs import KEYS_FILE, Aside, file_of
@@ -19,8 +20,6 @@ from pipeline.replay.state import VALUES_FOLDER, BufferState
 from pipeline.store.files import plain_handle, size_of
 
 Ints = np.ndarray
-AT_ONCE = 1 << 18
-"""Values that are read at a time, where a whole file is gone through."""
 _SPAN = 64 << 10  # bytes that are read at a time, where some of what lies there is wanted
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pipeline.buffer.transitions.elsewhere import AT_ONCE
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.errors import Damaged
 from pipeline.replay.pooling import block_of
 from pipeline.replay.salvage_choice import Chosen, payload_loss
 from pipeline.replay.state import BufferState
-from pipeline.replay.values import AT_ONCE, Values
+from pipeline.replay.values import Values
 from pipeline.replay.whole_rows import keeps_selection
 from pipeline.store.layout import Layout
 from pipeline.store.segments import read_blocks

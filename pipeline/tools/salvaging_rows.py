@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Column
 from pipeline.buffer.transitions.compressed import as_held, dense
+from pipeline.buffer.transitions.elsewhere import AT_ONCE
 from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, OPEN, PLACE
 from pipeline.buffer.transitions.sharing import twins_of
 from pipeline.checkpoint.losses import Loss
@@ -29,7 +30,7 @@ from pipeline.replay.feeding import schema_of
 from pipeline.replay.next_obs import Aside
 from pipeline.replay.salvage_choice import Chosen, payload_loss, unfollowed_loss
 from pipeline.replay.state import BufferState, Ends
-from pipeline.replay.values import AT_ONCE, Values, WrittenBack
+from pipeline.replay.values import Values, WrittenBack
 from pipeline.replay.whole_rows import keeps_selection
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks

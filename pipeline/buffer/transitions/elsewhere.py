@@ -24,22 +24,6 @@ class Numbers(Protocol):
         """Return the values [n, 1] at places in any order."""
 
 
-class Zeros:
-    """Numbers of which each is 0."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self, begin: int, count: int) -> np.ndarray:
-        return np.zeros(count, np.int64)
-
-    def at(self, places: Ints) -> np.ndarray:
-        return np.zeros((len(places), 1), np.int64)
-
-
 class Parts:
     """Numbers as an array of which slices are taken."""
 
