@@ -308,3 +308,17 @@ def test_what_is_read_is_told(run_directory: str, make: Any) -> None:
     assert len(set(totals)) == 1
     assert sorted(done) == list(done)
     assert 0.9 * totals[0] < done[-1] <= totals[0]
+
+
+def test_rows_that_a_pool_has_removed_are_in_no_figure(run_directory: str) -> None:
+    rng = np.random.default_rng(4)
+    with ReplayBuffer(50, directory=run_directory, remove={"by": "min", "field": "reward"}) as buffer:
+        buffer.resume()
+        for version, count in enumerate((50, 3, 3, 3)):  # a block of which few rows have gone stays as it is
+            buffer.extend({"reward": rng.permutation(count) + 20.0 * version}, version=version)
+            buffer.save(version, wait=True)
+        batch = buffer.ring.mark("reward", buffer.ring.keys())
+        versions = buffer.ring.mark("#version", buffer.ring.keys()).tolist()
+    (found,) = inspect(run_directory).buffers
+    assert (found.rewards.count, found.rewards.least, found.rewards.most) == (50, batch.min(), batch.max())
+    assert found.versions == {str(version): versions.count(version) for version in sorted(set(versions))}
