@@ -88,6 +88,7 @@ class Supervisor:
     ) -> None:
         self._arguments, self._tell, self._kill_due = list(arguments), tell, kill_due
         self._trainer: Trainer | None = None
+        self._telling = self._untold = False
         self.stopped_by: int | None = None
         """The signal that asked to stop."""
         self.seconds_to_resume: float | None = None
@@ -120,12 +121,24 @@ class Supervisor:
                     trainer.kill_within((now - last) / 2)  # in the middle of the next step
                     self._kill_due, killed = None, True
                 last = now
-            self._tell(report)
+            self._report(report)
         code = trainer.wait()
         self._trainer = None
         if killed:
-            self._tell({"event": "killed"})
+            self._report({"event": "killed"})
         return code, killed
+
+    def _report(self, report: Report) -> None:
+        """Tell it. A signal may come in the middle: of that is told behind it, as a stream is not written to within
+        what is being written to it."""
+        self._telling = True
+        try:
+            self._tell(report)
+        finally:
+            self._telling = False
+        if self._untold:
+            self._untold = False
+            self._report({"event": "stopping"})
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -142,8 +155,10 @@ class Supervisor:
         if self._trainer is not None:
             # A terminal sends Ctrl-C to both; what is sent on is therefore SIGTERM, of which one is as good as two.
             self._trainer.signal(signal.SIGTERM if first else signal.SIGKILL)
-        if first:
-            self._tell({"event": "stopping"})
+        if first and self._telling:
+            self._untold = True
+        elif first:
+            self._report({"event": "stopping"})
 
 
 def _has_descriptor(stream: Any) -> bool:
