@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -159,7 +159,15 @@ class Mover:
         Raises:
             Damaged: a block is not whole, or holds other rows than are listed.
         """
-        homes = self.homes(shard, shares)
+        homes = (PoolHomes if shard.pool else EpisodeHomes)(shard, shares, self._wanted)
+        yield from self.rows_by(homes, shard.rank, blocks)
+
+    def rows_by(self, homes: Homes, shard: int, blocks: Sequence[Block]) -> Iterator[tuple[int, SomeRows]]:
+        """As :meth:`rows`, of blocks of a shard, by what says where their rows go.
+
+        Raises:
+            Damaged: as :meth:`rows`.
+        """
         by_first = {block.first: block for block in blocks}
         with contextlib.closing(ahead(self._reader.each(block.place for block in by_first.values()))) as places:
             for place, found in places:
@@ -174,14 +182,10 @@ class Mover:
                 except Damaged as error:
                     if not self._partial:
                         raise
-                    self.gone.append(Gone(self._layout.segment(*block.segment_key), shard.rank, block, error))
+                    self.gone.append(Gone(self._layout.segment(*block.segment_key), shard, block, error))
                     continue
                 self.bytes_read += len(found)
                 yield from self._packed(homes, sorted_, keys, arrays)
-
-    def homes(self, shard: ShardOnDisk, shares: Shares) -> Homes:
-        """Return what says where the rows of a shard go, and how they are marked there."""
-        return (PoolHomes if shard.pool else Homes)(shard, shares, self._wanted)
 
     def _packed(self, homes: Homes, found: Found, keys: Ints, arrays: Arrays) -> Iterator[tuple[int, SomeRows]]:
         layout, count = self._row_layout, len(keys)
@@ -258,6 +262,16 @@ class Found(NamedTuple):
     order: Ints
     runs: Ints
 
+    @classmethod
+    def each(cls, at: Ints, rank: Ints, row: Ints) -> Found:
+        """Return where rows go that have no neighbours, by themselves; ``at`` is what is known of each."""
+        order = np.lexsort((row, rank))
+        order = order[rank[order] >= 0]
+        begins = np.flatnonzero((np.diff(rank[order], prepend=-2) != 0) | (np.diff(row[order], prepend=-2) != 1))
+        counts = np.diff(np.append(begins, len(order)))
+        runs = np.stack([rank[order[begins]], row[order[begins]], counts], axis=1)
+        return cls(at, np.zeros_like(at), rank, row, order, runs)
+
     def by_rank(self) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield each rank that gets rows, its runs, and the rows in their order."""
         edges = [0, *(np.flatnonzero(np.diff(self.runs[:, 0])) + 1).tolist(), len(self.runs)]
@@ -267,8 +281,35 @@ class Found(NamedTuple):
                 yield int(self.runs[begin, 0]), self.runs[begin:end, 1:], self.order[ends[begin] : ends[end]]
 
 
-class Homes:
-    """Where the rows of a shard are to go, and what there is of each beside its block."""
+class Homes(Protocol):
+    """Says where rows are to go, and what there is of each beside its block."""
+
+    def there(self, block: Block, arrays: Arrays) -> tuple[Ints, Arrays]:
+        """Return the keys of those of a block's rows that are there, and these as they are now."""
+        ...
+
+    def find(self, keys: Ints, arrays: Arrays, where: str) -> Found:
+        """Return where rows are to go.
+
+        Raises:
+            Damaged: they are not those that are listed.
+        """
+        ...
+
+    def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
+        """Write the marks that rows have where they go."""
+
+    def extras_of(self, keys: Ints) -> list[np.ndarray]:
+        """Return what the selection has of rows."""
+        ...
+
+    def aside_of(self, keys: Ints) -> tuple[Ints, list[np.ndarray]]:
+        """Return which of the rows have a next observation aside, and these."""
+        ...
+
+
+class EpisodeHomes:
+    """Where the rows of a shard are to go, which follow each other in episodes; see :class:`Homes`."""
 
     def __init__(self, shard: ShardOnDisk, shares: Shares, wanted: Wanted) -> None:
         table, state = shard.table, shard.state
@@ -291,7 +332,6 @@ class Homes:
         self._aside = values.aside(wanted.nexts if state.size else [])
 
     def there(self, block: Block, arrays: Arrays) -> tuple[Ints, Arrays]:
-        """Return the keys of those of a block's rows that are there, and these as they are now."""
         shard = self._shard
         begin = max(block.first, shard.oldest)
         end = min(block.first + block.count, shard.state.added)
@@ -304,11 +344,6 @@ class Homes:
         return keys, arrays
 
     def find(self, keys: Ints, arrays: Arrays, where: str) -> Found:
-        """Return where rows are to go.
-
-        Raises:
-            Damaged: they are not those that are listed.
-        """
         at, table = self._numbers.find(arrays[EPISODE]), self._table
         listed = at >= 0
         if not listed.all() and not self._shard.state.dropped:
@@ -334,7 +369,6 @@ class Homes:
         return Found(at, place, rank, row, order[spread], runs)
 
     def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
-        """Write the marks that rows have where they go."""
         if not len(self._table.number):
             return
         records[EPISODE], records[PLACE] = self._episodes[found.at], found.place
@@ -342,19 +376,17 @@ class Homes:
         records[SERIAL] = (self._firsts[found.rank] + found.row).astype(np.uint32)
 
     def extras_of(self, keys: Ints) -> list[np.ndarray]:
-        """Return what the selection has of rows."""
         begin = int(keys[0]) - self._shard.oldest if len(keys) else 0
         return [read(begin, len(keys)) for read in self._extras]
 
     def aside_of(self, keys: Ints) -> tuple[Ints, list[np.ndarray]]:
-        """Return which of the rows have a next observation aside, and these."""
         begin, end = (int(keys[0]), int(keys[-1]) + 1) if len(keys) else (0, 0)
         own, nexts = self._aside.among(begin, end)
         return own - begin, nexts
 
 
-class PoolHomes(Homes):
-    """As :class:`Homes`, of rows that lie in any order: each goes by itself. For keys stands which of the shard's rows
+class PoolHomes(EpisodeHomes):
+    """As that, of rows that lie in any order: each goes by itself. For keys stands which of the shard's rows
     they are, oldest first."""
 
     def __init__(self, shard: ShardOnDisk, shares: Shares, wanted: Wanted) -> None:
@@ -388,13 +420,7 @@ class PoolHomes(Homes):
         return ends
 
     def find(self, keys: Ints, arrays: Arrays, where: str) -> Found:
-        rank, row = self._ranks[keys], self._places[keys]
-        order = np.lexsort((row, rank))
-        order = order[rank[order] >= 0]
-        begins = np.flatnonzero((np.diff(rank[order], prepend=-2) != 0) | (np.diff(row[order], prepend=-2) != 1))
-        counts = np.diff(np.append(begins, len(order)))
-        runs = np.stack([rank[order[begins]], row[order[begins]], counts], axis=1)
-        return Found(keys, np.zeros_like(keys), rank, row, order, runs)
+        return Found.each(keys, self._ranks[keys], self._places[keys])
 
     def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
         records[EPISODE], records[PLACE] = arrays[EPISODE] + self._before, arrays[PLACE]

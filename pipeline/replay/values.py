@@ -220,7 +220,7 @@ class Values:
         return self.file(name).read if self.count(name) else lambda begin, count: np.empty(0, name.rpartition(".")[2])
 
 
-def _written_files(
+def written_files(
     state: BufferState, values: Values, names: Collection[str] | None
 ) -> Iterator[tuple[Column, str, ValuesFile]]:
     """Yield each column that was changed, of ``names`` alone if these are given, with the name of the keys of its rows,
@@ -258,7 +258,7 @@ class WrittenBack:
         """
         self._columns = [
             (column, values.file(values.rising(keys)), changed)
-            for column, keys, changed in _written_files(state, values, names)
+            for column, keys, changed in written_files(state, values, names)
         ]
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class WrittenBackInAnyOrder:
     def __init__(self, state: BufferState, values: Values, names: Collection[str] | None = None) -> None:
         """As :class:`WrittenBack`."""
         self._columns: list[tuple[Column, Ints, Ints, ValuesFile]] = []
-        for column, name, changed in _written_files(state, values, names):
+        for column, name, changed in written_files(state, values, names):
             keys = values.all(name)
             order = np.argsort(keys, kind="stable")
             self._columns.append((column, keys[order], order, changed))
@@ -301,10 +301,10 @@ class WrittenBackInAnyOrder:
             items = prod(column.shape)
             found = values.at(places[at[rows]], items).reshape(len(rows), *column.shape)
             array = arrays[column.name] = arrays[column.name].copy()
-            _put(array, rows, found)
+            put_rows(array, rows, found)
 
 
-def _put(array: Any, places: Ints, values: np.ndarray) -> None:
+def put_rows(array: Any, places: Ints, values: np.ndarray) -> None:
     """Set rows of a column, which may be compressed."""
     if array.dtype != object:
         array[places] = values
@@ -319,4 +319,4 @@ def write_back_into(arrays: Arrays, keys: Ints, written: Sequence[tuple[str, Int
         low, high = np.searchsorted(changed, (keys[0], keys[-1] + 1)) if len(keys) else (0, 0)
         if low < high:
             array = arrays[name] = arrays[name].copy()
-            _put(array, changed[low:high] - keys[0], values[low:high])
+            put_rows(array, changed[low:high] - keys[0], values[low:high])

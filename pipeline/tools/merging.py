@@ -17,7 +17,7 @@ from pipeline.tools.kept_rows import rows_of
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
 from pipeline.tools.played_runs import PlayedRun, filling
-from pipeline.tools.pools import are_pools, every_pool, pools_of
+from pipeline.tools.pools import Division, are_pools, every_pool, pools_of
 from pipeline.tools.related import Read, check_apart
 from pipeline.tools.routing import Aim, Every, dry, every_row, limiter_of, route
 from pipeline.tools.routing_pools import aims_of, route_pools
@@ -112,12 +112,13 @@ def _merged(every: Every, outputs: Outputs, check: _Check, dry_run: bool, told: 
 
 
 def _merged_pools(sources: Sequence[Source], outputs: Outputs, check: _Check, dry_run: bool, told: Told | None) -> Made:
-    every = every_pool(sources, pools_of(sources))
+    every = every_pool(sources, pools_of(sources), outputs.near)
     check(every.reads)
-    aims = aims_of(every, [np.arange(len(every.run))])
+    division = Division(every, first=every.size)
+    aims = aims_of(every, division, [0])
     if dry_run:
         return routing_pools.told_of(every, aims[0], outputs.each[0].directory)
-    return _made(outputs, lambda: route_pools(every, aims, outputs, TOOL, told))
+    return _made(outputs, lambda: route_pools(every, division, aims, outputs, TOOL, told))
 
 
 def _merged_trajectories(

@@ -158,6 +158,15 @@ class Outputs:
         for each in self.each:
             each.check(sources)
 
+    @property
+    def near(self) -> str:
+        """A folder that is there, on the way to the first of them: files without a name may be in it before any has
+        begun."""
+        path = os.path.dirname(os.path.realpath(self.each[0].directory))
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+        return path
+
     def __enter__(self) -> Self:
         try:
             for each in self.each:

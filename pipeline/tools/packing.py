@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.elsewhere import AT_ONCE
 from pipeline.buffer.transitions.layout import CUT, END
 from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.checkpoint.manifest import BLOCKS_FILE
@@ -40,7 +41,7 @@ class PackedWriter:
         extras: names of the files of what the selection has of each row.
         nexts: columns of next observations that are kept aside.
         """
-        self._generation, self._prefix, self._segments = generation, prefix, segments
+        self._files, self._generation, self._prefix, self._segments = files, generation, prefix, segments
         self._grown: list[GrowingFile] = []
         self._aside: AsideWriter | None = None
         self._blocks: BlockWriter | None = None
@@ -77,14 +78,18 @@ class PackedWriter:
                 self.most = max(self.most, float(each.extras[0].max()))
         self._blocks.flush()
 
-    def finish(self, state: BufferState, unknown: dict[str, Any], values: Mapping[str, np.ndarray], why: str) -> Wrote:
-        """Write the rest of it: the state, ``unknown`` fields of it, and ``values`` by the names of their files; the
-        journal says ``why`` it ends."""
+    def finish(
+        self, state: BufferState, unknown: dict[str, Any], values: Mapping[str, Iterable[np.ndarray]], why: str
+    ) -> Wrote:
+        """Write the rest of it: the state, ``unknown`` fields of it, and ``values``, piece by piece, by the names of
+        their files; the journal says ``why`` it ends."""
         generation, blocks = self._generation, [] if self._blocks is None else self._blocks.blocks
         generation.add(self._prefix + STATE_FILE, encode_state(state, unknown))
         generation.add(self._prefix + BLOCKS_FILE, msgspec.msgpack.encode(blocks))
-        for name, each in values.items():
-            generation.add(f"{self._prefix}{VALUES_FOLDER}/{name}", each.tobytes())
+        for name, pieces in values.items():
+            self._grown.append(GrowingFile(self._files, generation, f"{self._prefix}{VALUES_FOLDER}/{name}"))
+            for each in pieces:
+                self._grown[-1].write(each.tobytes())
         assert self._aside is not None
         self._aside.finish()
         for file in self._grown:
@@ -98,3 +103,13 @@ class PackedWriter:
             file.close()
         if self._aside is not None:
             self._aside.close()
+
+
+def places_of(added: int, size: int) -> dict[str, Iterable[np.ndarray]]:
+    """Return what :func:`pipeline.replay.pooling.places_of` does, piece by piece."""
+
+    def pieces(first: int) -> Iterator[np.ndarray]:
+        for begin in range(0, size, AT_ONCE):
+            yield first + np.arange(begin, min(size, begin + AT_ONCE))
+
+    return {"pool.keys.int64": pieces(0), "pool.serials.int64": pieces(added - size), "pool.at.int64": pieces(0)}

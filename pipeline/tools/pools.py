@@ -1,13 +1,15 @@
 """Rows of pools, of which others than the oldest go first, on the disk: what merging and splitting of them read.
 
 None of them has neighbours, so each goes by itself. It has an id: the part that it belongs to, and its number among all
-rows that were added there; of a run that a tool made, part and number of each lie beside the rows.
+rows that were added there; of a run that a tool made, part and number of each lie beside the rows. What there is of
+each row is read piece by piece; in memory is what there is of episodes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,16 +18,15 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.buffer.transitions.layout import EPISODE, VERSION
 from pipeline.checkpoint.generations import Stored, check_generation
-from pipeline.checkpoint.manifest import BLOCKS_FILE, MadeOf
+from pipeline.checkpoint.manifest import MadeOf
 from pipeline.errors import ConfigError, Damaged
-from pipeline.replay.episode_ids import EpisodeTable
-from pipeline.replay.pooling import block_of
-from pipeline.replay.shards import ShardOnDisk, pool_on_disk
+from pipeline.replay.pool_files import SERIALS, ByBlock, PoolFiles
 from pipeline.replay.state import read_buffer_state
-from pipeline.replay.values import Values, ValuesFile, WrittenBackInAnyOrder
+from pipeline.replay.values import ValuesFile
 from pipeline.store.held import HeldSegments
-from pipeline.store.segments import Block, read_blocks
+from pipeline.store.rearranged import Rearranged
 from pipeline.tools.environments import ENVIRONMENTS_FILE, Home, homes_listed
+from pipeline.tools.in_step import Step, in_step
 from pipeline.tools.kept_rows import (
     EPISODES_FILE,
     KEY_FILE,
@@ -36,10 +37,22 @@ from pipeline.tools.kept_rows import (
     where_of,
 )
 from pipeline.tools.related import Read
-from pipeline.tools.sources import Source, check_columns, in_order, named
+from pipeline.tools.sources import Source, check_columns, in_both, in_order
 
 Ints = np.ndarray
-Met = Callable[[Arrays, int], Ints]
+_MOST_NEW = 1 << 20  # numbers of episodes that are gathered, before what comes twice is left out
+
+
+class Sorting(NamedTuple):
+    """What rows are told apart by.
+
+    Attributes:
+        names: the columns that are looked at.
+        of: called with these, and the versions, by name, and how many rows; it returns [n] whole numbers.
+    """
+
+    names: Sequence[str]
+    of: Callable[[Arrays, int], Ints]
 
 
 def are_pools(sources: Sequence[Source]) -> bool:
@@ -67,15 +80,30 @@ def are_pools(sources: Sequence[Source]) -> bool:
     return bool(pooled)
 
 
+class Tail(NamedTuple):
+    """The newest row of an open episode that is there.
+
+    Attributes:
+        at: which of the rows it is, oldest first.
+        env: its environment.
+        episode: the number of the episode.
+        place: of the row in it.
+    """
+
+    at: int
+    env: int
+    episode: int
+    place: int
+
+
 class PoolRows:
     """The rows of one pool, oldest first."""
 
-    def __init__(self, source: Source, stored: Stored, own: MadeOf, number: int) -> None:
+    def __init__(self, source: Source, stored: Stored, own: MadeOf) -> None:
         """Args:
         source: the run.
         stored: the generation, or a shard as if it were one.
         own: what names the rows, if nothing was made of the run before.
-        number: of this one among all that are read.
 
         Raises:
             Damaged: something is missing or was changed.
@@ -83,27 +111,24 @@ class PoolRows:
         check_generation(stored)
         self.source, self.where, self.options = source, where_of(source, own), dict(stored.manifest.options)
         self.stored = stored
-        state, unknown = read_buffer_state(stored.folder)
-        self.state, self.schema = state, state.schema
-        self.shard = (
-            ShardOnDisk(number, stored, state, unknown, EpisodeTable.none(), [])  # of a buffer that has no rows
-            if state.remove == "fifo"
-            else pool_on_disk(stored, state, unknown, number)
-        )
-        self.serials = self.shard.table.number
+        self.state, self.unknown = read_buffer_state(stored.folder)
+        self.schema = self.state.schema
+        self.files = PoolFiles(stored, self.state, self.where)
         self.made = any(info.path == PART_FILE for info in stored.manifest.files)
-        own = msgspec.structs.replace(own, numbered=state.numbered)
+        own = msgspec.structs.replace(own, numbered=self.state.numbered)
         self.parts = list(stored.manifest.made_of) if self.made else [own]
-        size = len(self.serials)
-        self.part: Ints = self._file(PART_FILE, size).astype(np.int64) if self.made else np.zeros(size, np.int64)
-        self.number: Ints = self._file(KEY_FILE, size) if self.made else self.serials
         self.ranks: Ints = np.zeros(len(self.parts), np.int64)
         """Where each part stands among those of all that is read."""
-        self.blocks = self._needed()
-        self.episode, self.version = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        """What the marks of each say."""
-        self.met = np.zeros(size, bool)
-        """Whether each meets a condition."""
+        self._part = self._file(PART_FILE) if self.made else None
+        self._number = self._file(KEY_FILE) if self.made else self.files.file(SERIALS) if len(self) else None
+        self.episodes: Ints = np.empty(0, np.int64)
+        """The numbers of those of which rows are there, rising."""
+        self.sorts = Counter[int]()
+        """How many rows there are of each sort."""
+        self._sorts: Rearranged | None = None
+
+    def __len__(self) -> int:
+        return self.files.size
 
     @property
     def order(self) -> str:
@@ -115,56 +140,115 @@ class PoolRows:
     @property
     def bytes(self) -> int:
         """Of payloads that are read."""
-        return sum(block.length for block in self.blocks)
+        return self.files.bytes
 
-    def _file(self, path: str, count: int) -> np.ndarray:
-        return ValuesFile(os.path.join(self.stored.folder, path)).read(0, count)
+    def _file(self, path: str) -> ValuesFile:
+        return ValuesFile(os.path.join(self.stored.folder, path))
 
-    def _needed(self) -> list[Block]:
-        if not len(self.serials):
-            return []
-        blocks = sorted(read_blocks(os.path.join(self.stored.folder, BLOCKS_FILE)), key=lambda block: block.first)
-        of = block_of(self.shard.pool["at"], blocks)
-        if (of < 0).any():
-            raise Damaged(f"{self.where}: {int((of < 0).sum())} of its rows are in no block. Restore it from a copy")
-        return [blocks[number] for number in np.unique(of).tolist()]
+    def ids(self, begin: int, count: int) -> tuple[Ints, ...]:
+        """Return numbers and parts of rows.
 
-    def look(self, names: Sequence[str] = (), met: Met | None = None) -> None:
-        """Read the marks of all rows, and no columns but those of ``names``, which ``met`` is called with: arrays by
-        name, and how many rows; it returns [n] bool.
+        Raises:
+            Damaged: they are in no order.
+        """
+        if self._number is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        number = self._number.read(begin, count)
+        before = self._number.read(begin - 1, 1) if begin and count else number[:0]
+        if (np.diff(number, prepend=before) < 0).any():
+            raise Damaged(f"{self.where}: what names its rows is in no order. Restore it from a copy")
+        part = np.zeros(count, np.int64) if self._part is None else self._part.read(begin, count)
+        if count and not 0 <= int(part.min()) <= int(part.max()) < len(self.ranks):
+            raise Damaged(f"{self.where}: rows are said to be of parts that are none. Restore it from a copy")
+        return number, self.ranks[part]
+
+    def look(self, sorting: Sorting | None, folder: str) -> None:
+        """Read the marks of all rows, and no columns but those by which they are told apart; ``folder`` is where what
+        is on its way lies meanwhile.
 
         Raises:
             Damaged: a block is not whole.
         """
-        if self.schema is None:
+        found, new = self.episodes, [self.episodes]
+        for _, arrays in self._each(sorting, folder):
+            new.append(np.unique(arrays[EPISODE]).astype(np.int64))
+            if sum(map(len, new)) > max(_MOST_NEW, len(found)):
+                found = np.unique(np.concatenate([found, *new]))
+                new.clear()
+        self.episodes = np.unique(np.concatenate([found, *new]))
+
+    def _each(self, sorting: Sorting | None, folder: str) -> Iterator[tuple[int, Arrays]]:
+        """Yield the blocks in which rows lie, and the marks of these; of what sort rows are is noted."""
+        if self.schema is None or not len(self):
             return
-        held = HeldSegments(self.source.layout, self.source.tag, self.blocks, self.stored.manifest.segments)
-        written = WrittenBackInAnyOrder(self.state, Values(self.stored), names)
-        at, keys = self.shard.pool.get("at", self.serials), self.shard.pool.get("keys", self.serials)
-        order = np.argsort(at)
-        rising = at[order]
-        for block in self.blocks:
-            low, high = np.searchsorted(rising, (block.first, block.first + block.count))
-            own = order[low:high]
-            whole = columns_of_block(held, block, self.schema, [EPISODE, VERSION, *names], slice(0, block.count))
-            arrays = {name: each[at[own] - block.first] for name, each in whole.items()}
-            written.into(arrays, keys[own])
-            self.episode[own], self.version[own] = arrays[EPISODE], arrays[VERSION]
-            if met is not None:
-                self.met[own] = met({name: arrays[name] for name in names}, len(own))
+        blocks = [self.files.blocks[number] for number in self.files.needed]
+        held = HeldSegments(self.source.layout, self.source.tag, blocks, self.stored.manifest.segments)
+        names = [EPISODE, VERSION, *(() if sorting is None else sorting.names)]
+        rows = None if sorting is None else self._by_block(folder)
+        for number, block in zip(self.files.needed, blocks, strict=True):
+            whole = columns_of_block(held, block, self.schema, names, slice(0, block.count))
+            arrays = {name: each[self.files.there(number)] for name, each in whole.items()}
+            if sorting is not None and rows is not None:
+                _, records = rows.of(number)
+                rows.into(arrays, records)
+                self._note(sorting.of(arrays, len(records)).astype(np.int64), records["row"], folder)
+            yield number, arrays
         held.close()
+
+    def _by_block(self, folder: str) -> ByBlock:
+        rows = ByBlock(self.files, folder, [])
+        for begin, count in self.files.pieces():
+            rows.add(begin, {}, np.arange(count), count)
+        return rows
+
+    def _note(self, sorts: Ints, rows: Ints, folder: str) -> None:
+        if self._sorts is None:
+            self._sorts = Rearranged(folder, len(self), [("sort", np.int64)])
+        self._sorts.put(rows, {"sort": sorts})
+        own, counts = np.unique(sorts, return_counts=True)
+        self.sorts.update(dict(zip(own.tolist(), counts.tolist(), strict=True)))
+
+    def sorts_of(self, begin: int, count: int) -> Ints:
+        """Return of what sort rows are."""
+        assert self._sorts is not None
+        found: Ints = self._sorts.read(begin, count)["sort"]
+        return found
+
+    def of_episodes(self, numbers: Ints) -> Ints:
+        """Return where some of the episodes stand among :attr:`episodes`.
+
+        Raises:
+            Damaged: one has no row there.
+        """
+        at = np.minimum(np.searchsorted(self.episodes, numbers), len(self.episodes) - 1)
+        if len(numbers) and (self.episodes[at] != numbers).any():
+            raise Damaged(f"{self.where}: a row is of an episode that has none. Restore it from a copy")
+        return at
+
+    def tails(self) -> list[Tail]:
+        """Return the open episodes whose newest row is there, by that row. Where it was not kept, the environment
+        begins anew."""
+        found: list[Tail] = []
+        if not len(self):
+            return found
+        serials = self.files.file(SERIALS)
+        for env, serial, episode, place in self.state.open_episodes:
+            at = serials.below(serial)
+            if at < len(self) and int(serials.read(at, 1)[0]) == serial:
+                found.append(Tail(at, env, episode, place))
+        return sorted(found)
 
     def origins(self, number: Ints) -> tuple[Ints, Ints]:
         """Return the part that episodes are of, and their numbers there."""
         if not self.made:
             return np.zeros(len(number), np.int64), number
         count = next(info.bytes for info in self.stored.manifest.files if info.path == EPISODES_FILE) // 8
-        return origins_listed(self._file(EPISODES_FILE, count), number, self.where)
+        return origins_listed(self._file(EPISODES_FILE).read(0, count), number, self.where)
 
     def homes(self, env: int) -> list[Home]:
         """Return the ids of an environment."""
         size = next((info.bytes for info in self.stored.manifest.files if info.path == ENVIRONMENTS_FILE), 0)
-        table = self._file(ENVIRONMENTS_FILE, size // 8) if size else np.empty(0, np.int64)
+        table = self._file(ENVIRONMENTS_FILE).read(0, size // 8) if size else np.empty(0, np.int64)
         return homes_listed(table, self.ranks, env)
 
 
@@ -174,32 +258,30 @@ def pools_of(sources: Sequence[Source]) -> list[PoolRows]:
     Raises:
         Damaged: something is missing or was changed.
     """
-    every = [(source, *each) for source in sources for each in stored_parts(source)]
-    return [PoolRows(source, stored, own, number) for number, (source, stored, own) in enumerate(every)]
+    return [PoolRows(source, *each) for source in sources for each in stored_parts(source)]
 
 
 class EveryPool(NamedTuple):
-    """All that is read, in its order.
+    """All that is read.
 
     Attributes:
         sources: the runs.
         pools: their rows, of a buffer of ranks one for each.
         parts: what names rows, in the order in which those of one number come.
-        run, at: [n] which of the pools each row is of, and where it stands there.
-        part, number: [n] what names it.
-        episode: [n] which of the episodes it is of.
         origin: [m, 2] of each episode its part and its number there.
+        episodes: by pool, which of these its :attr:`PoolRows.episodes` are.
     """
 
     sources: list[Source]
     pools: list[PoolRows]
     parts: list[MadeOf]
-    run: Ints
-    at: Ints
-    part: Ints
-    number: Ints
-    episode: Ints
     origin: Ints
+    episodes: list[Ints]
+
+    @property
+    def size(self) -> int:
+        """How many rows there are."""
+        return sum(map(len, self.pools))
 
     @property
     def reads(self) -> list[Read]:
@@ -209,7 +291,7 @@ class EveryPool(NamedTuple):
     @property
     def telling(self) -> list[PoolRows]:
         """Those that say how rows lie: which have rows, or, if none has, all."""
-        return [each for each in self.pools if len(each.serials)] or self.pools
+        return [each for each in self.pools if len(each)] or self.pools
 
     @property
     def schema(self) -> Schema | None:
@@ -217,37 +299,87 @@ class EveryPool(NamedTuple):
         having = [each.schema for each in self.telling if each.schema is not None]
         return having[0] if having else None
 
-    def of_rows(self, values: Sequence[Ints]) -> Ints:
-        """Return values that there are by pool, oldest row first, by row."""
-        begins = np.cumsum([0, *map(len, values)])
-        found: Ints = np.concatenate(values)[begins[self.run] + self.at]
+    def in_order(self) -> Iterator[Step]:
+        """Yield all rows in the order of their ids: of each its number, and its part.
+
+        Raises:
+            ConfigError: two runs have a row in common.
+            Damaged: what names rows is in no order.
+        """
+        for step in in_step(self.pools):
+            number, part = step.ids
+            twice = np.flatnonzero((np.diff(number) == 0) & (np.diff(part) == 0))
+            if len(twice):
+                first = int(twice[0])
+                having = [self.pools[int(step.run[first + more])].source.directory for more in (0, 1)]
+                raise in_both("row", self.parts[int(part[first])], int(number[first]), having)
+            yield step
+
+
+class Division:
+    """To which part of all each row goes."""
+
+    def __init__(self, every: EveryPool, *, first: int | None = None, sorts: Sequence[int] = ()) -> None:
+        """Args:
+        every: all there is.
+        first: so many rows are the first part, and the others the second; None: rows go by their sorts.
+        sorts: those of the first part, the second, and so on, rising.
+        """
+        self._every, self._first, self._sorts = every, first, np.array(sorts, np.int64)
+        self.counts: list[list[int]]
+        """By part, how many rows it has of each pool."""
+        if first is None:
+            self.counts = [[pool.sorts[sort] for pool in every.pools] for sort in sorts]
+        else:
+            own = self._first_of(every, first)
+            self.counts = [own, [len(pool) - count for pool, count in zip(every.pools, own, strict=True)]]
+
+    @staticmethod
+    def _first_of(every: EveryPool, first: int) -> list[int]:
+        if first >= every.size:
+            return [len(pool) for pool in every.pools]
+        counts = np.zeros(len(every.pools), np.int64)
+        for step in every.in_order() if first else ():
+            counts += np.bincount(step.run[: max(0, first - step.begin)], minlength=len(counts))
+        return [int(count) for count in counts]
+
+    def of(self, step: Step) -> Ints:
+        """Return the number of the part that rows go to."""
+        if self._first is not None:
+            return (step.begin + np.arange(len(step.run)) >= self._first).astype(np.int64)
+        found = np.empty(len(step.run), np.int64)
+        for run, pool in enumerate(self._every.pools):
+            begin, own = step.of_run(run)
+            if len(own):
+                found[own] = np.searchsorted(self._sorts, pool.sorts_of(begin, len(own)))
         return found
 
 
 def every_pool(
-    sources: Sequence[Source], pools: Sequence[PoolRows], names: Sequence[str] = (), met: Met | None = None
+    sources: Sequence[Source], pools: Sequence[PoolRows], folder: str, sorting: Sorting | None = None
 ) -> EveryPool:
-    """Read what there is. See :meth:`PoolRows.look`.
+    """Look at all there is. See :meth:`PoolRows.look`.
 
     Raises:
         ConfigError: two runs have a row in common, or other columns.
         Damaged: something is missing or was changed.
     """
     check_columns("column", [(each.where, _columns(each)) for each in pools if each.schema is not None])
-    found = named("row", pools)
-    for each in pools:
-        each.look(names, met)
-    _, places = in_order([each.parts for each in pools])
+    parts, places = in_order([each.parts for each in pools])
+    for each, ranks in zip(pools, places, strict=True):
+        each.ranks = ranks
+    every = EveryPool(list(sources), list(pools), parts, np.empty((0, 2), np.int64), [])
+    for _ in every.in_order():  # each row is there once
+        pass
     origins = []
-    for each, each.ranks in zip(pools, places, strict=True):
-        number, of = np.unique(each.episode, return_inverse=True)
-        part, origin = each.origins(number)
-        origins.append(np.column_stack([origin, each.ranks[part]])[of.reshape(-1)])
+    for each in pools:
+        each.look(sorting, folder)
+        part, origin = each.origins(each.episodes)
+        origins.append(np.column_stack([origin, each.ranks[part]]))
     joined = np.concatenate(origins).astype(np.int64)
     known, of = np.unique(joined, axis=0, return_inverse=True)  # by number, and then by part
-    begins = np.cumsum([0, *(len(each.serials) for each in pools)])
-    episode = of.reshape(-1)[begins[found.run] + found.at]
-    return EveryPool(list(sources), list(pools), *found, episode, known[:, ::-1])
+    ends = np.cumsum([len(each.episodes) for each in pools])[:-1]
+    return every._replace(origin=known[:, ::-1], episodes=np.split(of.reshape(-1), ends))
 
 
 def _columns(pool: PoolRows) -> Sequence[Column]:

@@ -322,7 +322,8 @@ class Job:
             values = table.values()
             if self.pooled:
                 values = values_of_rows(table.uid, table.age) | places_of(added, rows)
-            wrote = part.finish(state, self.shards[0].unknown, values, TOOL)
+            pieces = {name: [each] for name, each in values.items()}
+            wrote = part.finish(state, self.shards[0].unknown, pieces, TOOL)
         source = self.source
         ages = [each.age for each in source.stored.manifest.shards] if source.kind == SHARDS else []
         return wrote, ShardInfo(

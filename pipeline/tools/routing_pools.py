@@ -18,57 +18,68 @@ from pipeline.buffer.transitions.columns import Arrays
 from pipeline.buffer.transitions.layout import EPISODE
 from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.checkpoint.manifest import REPLAY, Manifest
-from pipeline.checkpoint.planned import Plan
-from pipeline.replay.moving import Found, Homes, Mover, PoolHomes, Wanted, extras_named
-from pipeline.replay.pooling import block_of, numbers_of, places_of
+from pipeline.replay.moving import Found, Mover, Wanted, extras_named
+from pipeline.replay.pooling import numbers_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
-from pipeline.replay.shards import ShardOnDisk, Shares
 from pipeline.replay.state import BufferState
-from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
-from pipeline.store.segments import Block
 from pipeline.tools.environments import ENVIRONMENTS_FILE, Environments, Going
 from pipeline.tools.kept_rows import EPISODES_FILE, KEY_FILE, PART_FILE
 from pipeline.tools.made import Made
-from pipeline.tools.output import Output, Outputs, Told
-from pipeline.tools.packing import PackedWriter
-from pipeline.tools.pools import EveryPool, PoolRows
+from pipeline.tools.output import GrowingFile, Output, Outputs, Told
+from pipeline.tools.packing import PackedWriter, places_of
+from pipeline.tools.pools import Division, EveryPool, PoolRows, Tail
 from pipeline.tools.related import Descent
+from pipeline.tools.routes import RoutedHomes, Routes
 from pipeline.tools.routing import at_once, called_now, limiter_of, shares_of, write_ids
-from pipeline.tools.scattered import Heap, ScatteredRows
-from pipeline.tools.sources import counted, left_out_of
+from pipeline.tools.scattered import Heap, Packed, ScatteredRows
+from pipeline.tools.sources import left_out_of
 from pipeline.tools.writing import SegmentWriter, committed
 
 Ints = np.ndarray
+_FILES = 3  # of a new pool, while rows are on their way to it
 
 
 class PoolAim(NamedTuple):
     """What one new pool is to hold.
 
     Attributes:
-        taken: which rows, rising.
+        part: the number of the part of all that it is.
+        counts: how many rows it has of each pool.
         added: how many were ever added to it.
         not_kept: how many of these were not kept when they came.
         limiter: its counts.
     """
 
-    taken: Ints
+    part: int
+    counts: list[int]
     added: int
     not_kept: int
     limiter: dict[str, int]
 
+    @property
+    def rows(self) -> int:
+        """How many it has."""
+        return sum(self.counts)
 
-def aims_of(every: EveryPool, parts: Sequence[Ints]) -> list[PoolAim]:
-    """Return what new pools are to hold, of which each has some of all rows, by their places, rising: what was counted
-    is shared out, so that the sums over all parts stay."""
+
+def aims_of(every: EveryPool, division: Division, parts: Sequence[int]) -> list[PoolAim]:
+    """Return what new pools are to hold, each of which is one of some parts: what was counted is shared out, so that
+    the sums over all of these stay."""
     states = [each.state for each in every.pools]
-    rows = [len(taken) for taken in parts]
+    rows = [sum(division.counts[part]) for part in parts]
     gone = shares_of(sum(state.added - state.size for state in states), rows)
     not_kept = shares_of(sum(state.pool[2] for state in states if state.pool), rows)
     counts = {name: shares_of(value, rows) for name, value in limiter_of(states).items()}
     return [
-        PoolAim(taken, rows[at] + gone[at], not_kept[at], {name: each[at] for name, each in counts.items()})
-        for at, taken in enumerate(parts)
+        PoolAim(
+            part,
+            division.counts[part],
+            rows[at] + gone[at],
+            not_kept[at],
+            {name: each[at] for name, each in counts.items()},
+        )
+        for at, part in enumerate(parts)
     ]
 
 
@@ -86,8 +97,9 @@ class _Numbered(NamedTuple):
     next: int
 
 
-def _numbered(every: EveryPool, taken: Ints) -> _Numbered:
-    own = np.unique(every.episode[taken])  # by the numbers that they had, and of one number by their parts
+def _numbered(every: EveryPool, taken: np.ndarray) -> _Numbered:
+    """Return what those episodes are called of which a new pool has rows: ``taken`` [n], of all."""
+    own = np.flatnonzero(taken)  # by the numbers that they had, and of one number by their parts
     given, end = called_now(every.origin[own, 1], [each.state for each in every.pools])
     numbers = np.full(len(every.origin), -1, np.int64)
     numbers[own] = given
@@ -96,8 +108,7 @@ def _numbered(every: EveryPool, taken: Ints) -> _Numbered:
 
 def told_of(every: EveryPool, aim: PoolAim, directory: str) -> Made:
     """Return what a new pool would be."""
-    selected, rows = selected_of(every), len(aim.taken)
-    own = np.bincount(every.run[aim.taken], minlength=len(every.pools)).tolist()
+    selected, rows = selected_of(every), aim.rows
     return Made(
         directory=directory,
         kind=REPLAY,
@@ -105,94 +116,14 @@ def told_of(every: EveryPool, aim: PoolAim, directory: str) -> Made:
         units=rows,
         rows=rows,
         capacity=_capacity(every, aim),
-        bytes=sum(pool.bytes * of // max(1, len(pool.serials)) for pool, of in zip(every.pools, own, strict=True)),
+        bytes=sum(pool.bytes * of // max(1, len(pool)) for pool, of in zip(every.pools, aim.counts, strict=True)),
         left_out=left_out_by(every, selected),
         made_of=every.parts,
     )
 
 
 def _capacity(every: EveryPool, aim: PoolAim) -> int:
-    return max([len(aim.taken), *(each.state.capacity for each in every.pools)])
-
-
-class _Tail(NamedTuple):
-    """The newest row of an open episode.
-
-    Attributes:
-        row: which it is of all of the new pool.
-        number: what the episode is called there.
-        place: of the row in it.
-    """
-
-    row: int
-    number: int
-    place: int
-
-
-class _Targets:
-    """Where all rows go, of some of the new pools."""
-
-    def __init__(self, every: EveryPool, aims: Sequence[PoolAim]) -> None:
-        count = len(every.run)
-        target, place, number = (np.full(count, -1, np.int64) for _ in range(3))
-        self.numbered = [_numbered(every, aim.taken) for aim in aims]
-        for at, aim in enumerate(aims):
-            own = aim.taken
-            target[own], place[own] = at, np.arange(len(own))
-            number[own] = self.numbered[at].numbers[every.episode[own]]
-        self.target, self.place, self.number = (self._by_pool(every, each) for each in (target, place, number))
-        self.part = self._by_pool(every, every.part)
-        rows = [len(aim.taken) for aim in aims]
-        nobody = Plan(targets=(), identity=False)
-        self.shares = Shares(nobody, self.target, self.place, self.place, rows, [0] * len(aims))
-
-    @staticmethod
-    def _by_pool(every: EveryPool, values: Ints) -> list[Ints]:
-        """Return what there is of all rows by pool, oldest row first."""
-        begins = np.cumsum([0, *(len(each.serials) for each in every.pools)])
-        found = np.empty_like(values)
-        found[begins[every.run] + every.at] = values
-        return np.split(found, begins[1:-1])
-
-    def blocks(self, number: int, pool: PoolRows) -> list[Block]:
-        """Return the blocks of a pool in which rows lie that go somewhere."""
-        at = pool.shard.pool["at"][self.target[number] >= 0] if pool.blocks else np.empty(0, np.int64)
-        return [pool.blocks[block] for block in np.unique(block_of(at, pool.blocks)).tolist()]
-
-    def going(self, every: EveryPool, target: int) -> Iterator[tuple[Going, _Tail]]:
-        """Yield the open episodes whose newest row goes to a target. Where that row was not kept, the environment
-        begins anew."""
-        for at, pool in enumerate(every.pools):
-            for env, serial, _, place in pool.state.open_episodes:
-                row = int(np.searchsorted(pool.serials, serial))
-                if row < len(pool.serials) and pool.serials[row] == serial and self.target[at][row] == target:
-                    found = (each[at][row] for each in (self.part, self.place, self.number))
-                    part, own, number = map(int, found)
-                    yield Going(part, at, env), _Tail(own, number, place)
-
-
-class _Homes(PoolHomes):
-    """Where the rows of a pool go, which go on as they are."""
-
-    def __init__(self, shard: ShardOnDisk, shares: Shares, wanted: Wanted, numbers: Ints) -> None:
-        super().__init__(shard, shares, wanted)
-        self._called = numbers
-
-    def ended(self, own: Ints, ends: Ints) -> Ints:
-        return ends
-
-    def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
-        super().mark(records, found, arrays)
-        records[EPISODE] = self._called[found.at]
-
-
-class _Mover(Mover):
-    def __init__(self, pool: PoolRows, files: FilesLike, wanted: Wanted, numbers: Ints) -> None:
-        super().__init__(pool.source.layout, pool.source.tag, files, life=0, rank=0, wanted=wanted)
-        self._called = numbers
-
-    def homes(self, shard: ShardOnDisk, shares: Shares) -> Homes:
-        return _Homes(shard, shares, self._wanted, self._called)
+    return max([aim.rows, *(each.state.capacity for each in every.pools)])
 
 
 def selected_of(every: EveryPool) -> Selected:
@@ -208,7 +139,12 @@ def left_out_by(every: EveryPool, selected: Selected) -> dict[str, str]:
 
 
 def route_pools(
-    every: EveryPool, aims: Sequence[PoolAim], outputs: Outputs, tool: str, told: Told | None = None
+    every: EveryPool,
+    division: Division,
+    aims: Sequence[PoolAim],
+    outputs: Outputs,
+    tool: str,
+    told: Told | None = None,
 ) -> list[Made]:
     """Write the pools that ``aims`` say into outputs that have begun.
 
@@ -220,129 +156,194 @@ def route_pools(
     selected, made = selected_of(every), list[Made]()
     done, total = 0, sum(each.bytes for each in every.pools)
     descent = Descent(every.reads, len(aims))
-    most = at_once(1)  # where rows lie until all are there
+    most = at_once(_FILES)
     for begin in range(0, len(aims), most):
         some, places = aims[begin : begin + most], outputs.each[begin : begin + most]
-        targets = _Targets(every, some)
         with contextlib.ExitStack() as stack:
-            each = enumerate(zip(places, some, strict=True))
-            writers = [_Writer(output, every, targets, at, aim) for at, (output, aim) in each]
-            aside = _scattered(every, targets, writers, selected, stack)
-            for size in _read(every, targets, aside, selected, places[0].files):
+            writers = [_Writer(output, every, aim, stack) for output, aim in zip(places, some, strict=True)]
+            for size in _Routing(every, division, writers, selected, stack).route():
                 done += size
                 if told is not None:
                     told(min(done, total), total)
-            for at, writer in enumerate(writers):
-                made.append(writer.write(aside[at] if aside else None, selected, descent, tool))
+            for writer in writers:
+                made.append(writer.write(selected, descent, tool))
     return made
 
 
-def _scattered(
-    every: EveryPool,
-    targets: _Targets,
-    writers: Sequence[_Writer],
-    selected: Selected,
-    stack: contextlib.ExitStack,
-) -> list[ScatteredRows]:
-    """Return where the rows of each new pool are put in their order; none: there are no columns."""
-    wanted = _wanted(every, selected)
-    if wanted is None or not writers:
-        return []
-    heap = Heap(writers[0].layout.directory)
-    stack.callback(heap.close)
-    aside = []
-    for writer, rows in zip(writers, targets.shares.rows, strict=True):
-        aside.append(ScatteredRows(writer.layout.directory, wanted, rows, heap))
-        stack.callback(aside[-1].close)
-    return aside
+class _Routing:
+    """Brings rows to some of the new pools."""
 
+    def __init__(
+        self,
+        every: EveryPool,
+        division: Division,
+        writers: Sequence[_Writer],
+        selected: Selected,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._every, self._division, self._writers, self._stack = every, division, writers, stack
+        schema = every.schema
+        self._wanted = None if schema is None else Wanted(schema, extras_named(selected.extras), [])
 
-def _wanted(every: EveryPool, selected: Selected) -> Wanted | None:
-    return None if every.schema is None else Wanted(every.schema, extras_named(selected.extras), [])
+    def route(self) -> Iterator[int]:
+        """Put rows where they belong; yield how many bytes were read for some."""
+        if self._wanted is None:
+            return
+        folder = self._writers[0].layout.directory
+        heap = Heap(folder)
+        self._stack.callback(heap.close)
+        for writer in self._writers:
+            writer.rows = ScatteredRows(writer.layout.directory, self._wanted, writer.aim.rows, heap)
+            self._stack.callback(writer.rows.close)
+        routes = [Routes(pool.files, folder, self._wanted.extras) for pool in self._every.pools]
+        for each in routes:
+            self._stack.callback(each.close)
+        self._find_out(routes)
+        for number, each in enumerate(routes):
+            yield from self._move(number, each, self._wanted)
+            each.close()
 
+    def _find_out(self, routes: Sequence[Routes]) -> None:
+        """Say of each row where it goes."""
+        every = self._every
+        target_of = np.full(len(self._division.counts), -1, np.int64)
+        target_of[[writer.aim.part for writer in self._writers]] = np.arange(len(self._writers))
+        tails = [pool.tails() for pool in every.pools]
+        for step in every.in_order():
+            target = target_of[self._division.of(step)]
+            place = np.full(len(target), -1, np.int64)
+            for number, writer in enumerate(self._writers):
+                own = np.flatnonzero(target == number)
+                place[own] = writer.named(step.ids[1][own], step.ids[0][own])
+            for run, each in enumerate(routes):
+                begin, own = step.of_run(run)
+                each.add(begin, target[own], place[own])
+                while tails[run] and tails[run][0].at < begin + len(own):
+                    tail = tails[run].pop(0)
+                    row = own[tail.at - begin]
+                    if target[row] >= 0:
+                        part, at = int(step.ids[1][row]), int(place[row])
+                        self._writers[int(target[row])].note_tail(Going(part, run, tail.env), at, tail)
 
-def _read(
-    every: EveryPool, targets: _Targets, aside: Sequence[ScatteredRows], selected: Selected, files: FilesLike
-) -> Iterator[int]:
-    """Put rows where they belong; yield how many bytes were read for some."""
-    wanted = _wanted(every, selected)
-    for number, pool in enumerate(every.pools if wanted is not None else ()):
-        blocks = targets.blocks(number, pool)
-        if not blocks:
-            continue
-        assert wanted is not None
-        mover, before = _Mover(pool, files, wanted, targets.number[number]), 0
-        for target, rows in mover.rows(pool.shard, targets.shares, blocks):
-            aside[target].put(rows)
+    def _move(self, number: int, routes: Routes, wanted: Wanted) -> Iterator[int]:
+        pool, before = self._every.pools[number], 0
+        homes = _Homes(routes, pool, self._every.episodes[number], self._writers)
+        mover = Mover(pool.source.layout, pool.source.tag, self._writers[0].files, life=0, rank=0, wanted=wanted)
+        for target, rows in mover.rows_by(homes, number, [pool.files.blocks[block] for block in routes.needed]):
+            aside = self._writers[target].rows
+            assert aside is not None
+            aside.put(rows)
             yield mover.bytes_read - before
             before = mover.bytes_read
+
+
+class _Homes(RoutedHomes):
+    """Where the rows of a pool go, which go on as they are."""
+
+    def __init__(self, routes: Routes, pool: PoolRows, episodes: Ints, writers: Sequence[_Writer]) -> None:
+        super().__init__(routes)
+        self._pool, self._episodes, self._writers = pool, episodes, writers
+
+    def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
+        super().mark(records, found, arrays)
+        # What each is called in a new pool is known when all its rows are.
+        of = self._episodes[self._pool.of_episodes(arrays[EPISODE].astype(np.int64))]
+        records[EPISODE] = of
+        for number, writer in enumerate(self._writers):
+            writer.taken[of[found.rank == number]] = True
 
 
 class _Writer:
     """Writes one new pool."""
 
-    def __init__(self, output: Output, every: EveryPool, targets: _Targets, at: int, aim: PoolAim) -> None:
-        self._output, self._every, self._targets, self._at, self._aim = output, every, targets, at, aim
+    def __init__(self, output: Output, every: EveryPool, aim: PoolAim, stack: contextlib.ExitStack) -> None:
+        self._output, self._every, self.aim, self.files = output, every, aim, output.files
         self.layout = Layout(output.folder)
         self._run = self.layout.create_folders(output.files)
+        self._generation = GenerationWriter(self.layout, output.files, 0)
+        stack.callback(self._generation.abandon)  # does nothing once it was committed
+        self._generation.begin()
+        self._origin: list[GrowingFile] = []
+        for path in (PART_FILE, KEY_FILE):
+            self._origin.append(GrowingFile(output.files, self._generation, path))
+            stack.callback(self._origin[-1].close)
+        self.rows: ScatteredRows | None = None
+        self.taken = np.zeros(len(every.origin), bool)
+        """[n] The episodes, of all, of which it has rows."""
+        self._named, self._counts = 0, np.zeros(len(every.parts), np.int64)
+        self._tails: dict[Going, tuple[int, Tail]] = {}
 
-    def write(self, rows: ScatteredRows | None, selected: Selected, descent: Descent, tool: str) -> Made:
+    def named(self, part: Ints, number: Ints) -> Ints:
+        """Take in what names the rows that come next, and return the place of each."""
+        for file, ids, kind in zip(self._origin, (part, number), (np.int32, np.int64), strict=True):
+            file.write(ids.astype(kind).tobytes())
+        self._counts += np.bincount(part, minlength=len(self._counts))
+        begin, self._named = self._named, self._named + len(part)
+        return np.arange(begin, self._named)
+
+    def note_tail(self, going: Going, row: int, tail: Tail) -> None:
+        """Take in that an open episode's newest row is one of these."""
+        self._tails[going] = row, tail
+
+    def write(self, selected: Selected, descent: Descent, tool: str) -> Made:
         """Make the run whole."""
-        every, files, schema = self._every, self._output.files, self._every.schema
-        generation = GenerationWriter(self.layout, files, 0)
-        with contextlib.ExitStack() as stack:
-            stack.callback(generation.abandon)  # does nothing once it was committed
-            generation.begin()
-            segments = SegmentWriter(self.layout, files, self._run.tag)
-            writer = stack.enter_context(
-                contextlib.closing(PackedWriter(files, generation, segments, "", selected.extras, []))
-            )
-            if rows is not None and schema is not None:
-                writer.write(schema, 0, rows.each(every.sources[0].directory, 0))
-            self._origins(generation)
-            state, environments = self._state(selected, writer)
+        every, schema, generation = self._every, self._every.schema, self._generation
+        numbered = _numbered(every, self.taken)
+        segments = SegmentWriter(self.layout, self.files, self._run.tag)
+        with contextlib.closing(PackedWriter(self.files, generation, segments, "", selected.extras, [])) as writer:
+            if self.rows is not None and schema is not None:
+                writer.write(schema, 0, self._called(numbered))
+            for file in self._origin:
+                file.finish()
+            generation.add(EPISODES_FILE, numbered.table.tobytes())
+            state, environments = self._state(selected, writer, numbered)
             generation.add(ENVIRONMENTS_FILE, environments.table.tobytes())
-            unknown = {name: value for each in reversed(every.pools) for name, value in each.shard.unknown.items()}
+            unknown = {name: value for each in reversed(every.pools) for name, value in each.unknown.items()}
             wrote = writer.finish(state, unknown, places_of(state.added, state.size), tool)
+            parts = zip(every.parts, self._counts.tolist(), strict=True)
             manifest = Manifest(
                 step=max(each.stored.manifest.step for each in every.sources),
                 reason=tool,
                 options=self._options(state),
                 left_out=left_out_by(every, selected),
-                made_of=counted(every.parts, every.part[self._aim.taken]),
+                made_of=[msgspec.structs.replace(part, units=count) for part, count in parts],
             )
             whole = committed(generation, [wrote], manifest, self._run, kind=REPLAY)
-        table = self._targets.numbered[self._at].table
         run = descent.of(self._run, whole.made_of)
-        ids = {"parts": whole.made_of, "episodes": table.tolist(), "environments": environments.told}
-        write_ids(files, self.layout, run, ids)
+        ids = {"parts": whole.made_of, "episodes": numbered.table.tolist(), "environments": environments.told}
+        write_ids(self.files, self.layout, run, ids)
         return msgspec.structs.replace(
-            told_of(every, self._aim, self._output.directory),
+            told_of(every, self.aim, self._output.directory),
             run_id=whole.run_id,
             bytes=writer.bytes,
-            renumbered=int((table[:, 0] != table[:, 2]).sum()),
+            renumbered=int((numbered.table[:, 0] != numbered.table[:, 2]).sum()),
             made_of=whole.made_of,
         )
 
-    def _origins(self, generation: GenerationWriter) -> None:
-        every, taken = self._every, self._aim.taken
-        generation.add(PART_FILE, every.part[taken].astype(np.int32).tobytes())
-        generation.add(KEY_FILE, every.number[taken].astype(np.int64).tobytes())
-        generation.add(EPISODES_FILE, self._targets.numbered[self._at].table.tobytes())
+    def _called(self, numbered: _Numbered) -> Iterator[Packed]:
+        """Yield all rows, their episodes called what they are now."""
+        assert self.rows is not None
+        for each in self.rows.each(self._every.sources[0].directory, 0):
+            each.records[EPISODE] = numbered.numbers[each.records[EPISODE]]
+            yield each
 
-    def _state(self, selected: Selected, writer: PackedWriter) -> tuple[BufferState, Environments]:
+    def _state(self, selected: Selected, writer: PackedWriter, numbered: _Numbered) -> tuple[BufferState, Environments]:
         """Return the state, and the environments that it speaks of."""
-        every, aim, schema = self._every, self._aim, self._every.schema
-        states, size = [each.state for each in every.pools], len(aim.taken)
-        going, first = dict(self._targets.going(every, self._at)), aim.added - size
-        environments = Environments(every.pools, list(going))
-        opened = [[environments.of(each), first + at.row, at.number, at.place] for each, at in going.items()]
+        every, aim, schema = self._every, self.aim, self._every.schema
+        states, size = [each.state for each in every.pools], aim.rows
+        first = aim.added - size
+        environments = Environments(every.pools, list(self._tails))
+        opened = []
+        for each, (row, tail) in self._tails.items():
+            pool = every.pools[each.stream]
+            episode = every.episodes[each.stream][pool.of_episodes(np.array([tail.episode]))]
+            opened.append([environments.of(each), first + row, int(numbered.numbers[episode[0]]), tail.place])
         state = BufferState(
             columns=None if schema is None else list(schema.columns),
             capacity=_capacity(every, aim),
             added=aim.added,
             size=size,
-            next_episode=self._targets.numbered[self._at].next,
+            next_episode=numbered.next,
             open_episodes=sorted(opened),
             cut_keys=writer.cuts,
             stale_updates=sum(state.stale_updates for state in states),

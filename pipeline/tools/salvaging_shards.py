@@ -22,6 +22,7 @@ from pipeline.replay.gaps import Gaps, Unfollowed
 from pipeline.replay.moving import Gone
 from pipeline.replay.pooling import block_of
 from pipeline.replay.resharding import table_of
+from pipeline.replay.row_set import RowSet
 from pipeline.replay.salvage_choice import (
     Chosen,
     choose_generation,
@@ -34,7 +35,6 @@ from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 from pipeline.tools.output import Output
 from pipeline.tools.resharding import Job
-from pipeline.tools.row_set import RowSet
 from pipeline.tools.salvaged_files import Attached
 from pipeline.tools.sources import Source
 

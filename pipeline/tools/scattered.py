@@ -17,8 +17,8 @@ from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Gaps, Unfollowed
 from pipeline.replay.handing import SomeRows
 from pipeline.replay.moving import Wanted
+from pipeline.replay.row_set import RowSet
 from pipeline.store.scratch import unnamed
-from pipeline.tools.row_set import RowSet
 
 Ints = np.ndarray
 _READ = 4 << 20

@@ -194,15 +194,21 @@ def named(unit: str, runs: Sequence[Naming]) -> Named:
     found = Named(parts, run[order], at[order], part[order], number[order])
     twice = np.flatnonzero((np.diff(found.number) == 0) & (np.diff(found.part) == 0))
     if len(twice):
-        which = parts[int(found.part[twice[0]])]
-        having = {runs[int(found.run[twice[0] + more])].source.directory for more in (0, 1)}
-        raise ConfigError(
-            f"runs: {unit} {found.number[twice[0]]} of run {which.run_id} ({which.directory}) is in each of "
-            f"{', '.join(sorted(having))}: they are copies or parts of one run that have it in common. Leave one of "
-            f"them out{OTHERS}",
-            option="runs",
-        )
+        first = int(twice[0])
+        having = [runs[int(found.run[first + more])].source.directory for more in (0, 1)]
+        raise in_both(unit, parts[int(found.part[first])], int(found.number[first]), having)
     return found
+
+
+def in_both(unit: str, part: MadeOf, number: int, having: Sequence[str]) -> ConfigError:
+    """Return the error about a unit, by what it is called, its part and its number there, that runs in several folders
+    have in common."""
+    where = ", ".join(sorted(set(having)))
+    return ConfigError(
+        f"runs: {unit} {number} of run {part.run_id} ({part.directory}) is in each of {where}: they are copies or "
+        f"parts of one run that have it in common. Leave one of them out{OTHERS}",
+        option="runs",
+    )
 
 
 def check_columns(what: str, having: Sequence[tuple[str, Sequence[Column]]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pipeline.buffer.transitions.columns import Arrays, Schema
-from pipeline.buffer.transitions.layout import RowLayout
+from pipeline.buffer.transitions.layout import VERSION, RowLayout
 from pipeline.checkpoint.manifest import REPLAY, TRAJECTORIES
 from pipeline.errors import ConfigError
 from pipeline.ledger import FINISHED
@@ -22,7 +22,7 @@ from pipeline.tools.kept_rows import RowsOnDisk, rows_of, telling
 from pipeline.tools.made import Made
 from pipeline.tools.output import Outputs, Told
 from pipeline.tools.played_runs import PlayedRun, filling
-from pipeline.tools.pools import EveryPool, are_pools, every_pool, pools_of
+from pipeline.tools.pools import Division, EveryPool, Sorting, are_pools, every_pool, pools_of
 from pipeline.tools.routing import Aim, Every, dry, every_row, limiter_of, route, shares_of
 from pipeline.tools.routing_pools import aims_of, route_pools
 from pipeline.tools.shelves import EveryTrajectory, every_trajectory, shelve, told_of
@@ -103,12 +103,13 @@ def _split_episodes(
 
 
 def _split_pool(source: Source, how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None) -> list[Made]:
-    every = _read_pool(source, how)
-    parts = _chosen(_parts_of_pool(every, how, source), how, outputs)
-    aims = dict(zip(parts, aims_of(every, list(parts.values())), strict=True))
+    every = _read_pool(source, how, outputs.near)
+    names, division = _division(every, how)
+    parts = _chosen({name: number for number, name in enumerate(names)}, how, outputs)
+    aims = dict(zip(parts, aims_of(every, division, list(parts.values())), strict=True))
     if dry_run:
         return [routing_pools.told_of(every, aims[name], place) for name, place in _places(how, aims, outputs)]
-    return _made(how, aims, outputs, lambda each, inner: route_pools(every, each, inner, TOOL, told))
+    return _made(how, aims, outputs, lambda each, inner: route_pools(every, division, each, inner, TOOL, told))
 
 
 def _split_trajectories(source: Source, how: SplitBy, outputs: Outputs, dry_run: bool, told: Told | None) -> list[Made]:
@@ -214,30 +215,28 @@ def _read(source: Source, streams: Sequence[RowsOnDisk], how: SplitBy) -> Every:
     return every_row([source], streams, condition.columns, met)
 
 
-def _read_pool(source: Source, how: SplitBy) -> EveryPool:
+def _read_pool(source: Source, how: SplitBy, folder: str) -> EveryPool:
+    _check_by(how, source)
     pools = pools_of([source])
+    if how.by == "version":
+        return every_pool([source], pools, folder, Sorting((), lambda arrays, rows: arrays[VERSION]))
     if how.where is None:
-        return every_pool([source], pools)
+        return every_pool([source], pools, folder)
     condition = how.condition()
     for each in pools:
         if each.schema is not None:
             condition.check(RowLayout(each.schema))
-    return every_pool([source], pools, condition.columns, condition.mask)
+    return every_pool([source], pools, folder, Sorting(condition.columns, lambda *of: ~condition.mask(*of)))
 
 
-def _parts_of_pool(every: EveryPool, how: SplitBy, source: Source) -> dict[str, Ints]:
-    """Return by the name of a part which rows it takes, rising."""
-    _check_by(how, source)
-    rows = np.arange(len(every.run))
-    if how.where is not None:
-        met = every.of_rows([each.met for each in every.pools])
-        return {"first": rows[met], "rest": rows[~met]}
+def _division(every: EveryPool, how: SplitBy) -> tuple[list[str], Division]:
+    """Return the names of the parts, and which rows each takes."""
     if how.by == "version":
-        versions = every.of_rows([each.version for each in every.pools])
-        known = np.unique(versions).tolist()
-        return {f"version-{version}": part for version, part in zip(known, _by_value(versions, known), strict=True)}
-    first = how.first(len(rows))
-    return {"first": rows[:first], "rest": rows[first:]}
+        known = sorted({version for pool in every.pools for version in pool.sorts})
+        return [f"version-{version}" for version in known], Division(every, sorts=known)
+    if how.where is not None:
+        return ["first", "rest"], Division(every, sorts=(False, True))
+    return ["first", "rest"], Division(every, first=how.first(every.size))
 
 
 def _check_by(how: SplitBy, source: Source) -> None:

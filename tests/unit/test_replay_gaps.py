@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, CUT, END, EPISODE, OPEN, PLACE, SERIAL, TERMINATED
+from pipeline.replay import row_set
 from pipeline.replay.gaps import Gaps, Unfollowed
-from pipeline.tools import row_set
-from pipeline.tools.row_set import RowSet
+from pipeline.replay.row_set import RowSet
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -36,6 +36,12 @@ class RowSet:
         """Let rows [n] go."""
         np.bitwise_and.at(self._bits, rows >> 3, ~np.left_shift(1, rows & 7).astype(np.uint8))
 
+    def between(self, begin: int, end: int) -> np.ndarray:
+        """Return whether each row from ``begin`` up to ``end`` is in it: bool."""
+        low = begin >> 3
+        bits = np.unpackbits(self._bits[low : -(-end // 8)], bitorder="little")
+        return bits[begin - 8 * low : end - 8 * low].astype(bool)
+
     def __len__(self) -> int:
         begins, ends = self.stretches()
         return int((ends - begins).sum())
