@@ -54,6 +54,20 @@ class Room(NamedTuple):
                 f"and no episode is split. Load with a capacity of at least {taken[at]}"
             )
 
+    def too_many_rows(self, rows: int, targets: int) -> int:
+        """Return how many rows have to go, where each goes by itself: these are shared out to the row.
+
+        Raises:
+            ConfigError: none may.
+        """
+        excess = max(0, rows - targets * self.capacity)
+        if excess and not self.evict:
+            held = f"the shards hold {rows} rows, and {targets} targets hold {targets * self.capacity}"
+            raise self.refusal(
+                f"{held}: {excess} too many. Load with more room, on more ranks, or with evict_oldest=True"
+            )
+        return excess
+
     def refusal(self, text: str) -> ConfigError:
         """Return the error that says why there is no room."""
         return ConfigError(f"capacity={self.capacity}: {text}", option="capacity")

@@ -210,16 +210,26 @@ def table_of_rows(values: Mapping[str, np.ndarray], rank: int, where: str, *, na
     uid, age = values.get("pool.uid.int64"), values.get("pool.age.int64")
     if uid is None or age is None:
         if named:
-            raise ConfigError(
-                f"{where}: saved by a version that gave rows no names where others than the oldest go first: they are "
-                "loaded by as many ranks as saved them. Save them once more with those",
-                option="remove",
-            )
+            check_named(where, named=False)
         uid, age = prefix_of(0, rank) | serials, serials  # no life has this number
     if not len(uid) == len(age) == len(serials) or (np.diff(serials) <= 0).any():
         raise Damaged(f"{where}: the names of its rows do not fit together. resume() an older generation")
     ones = np.ones_like(serials)
     return EpisodeTable(serials, uid, age, ones, ones, np.zeros_like(serials))
+
+
+def check_named(where: str, *, named: bool) -> None:
+    """Refuse rows that other ranks are to have, and which were not named when they were saved.
+
+    Raises:
+        ConfigError: they were not.
+    """
+    if not named:
+        raise ConfigError(
+            f"{where}: saved by a version that gave rows no names where others than the oldest go first: they are "
+            "loaded by as many ranks as saved them. Save them once more with those",
+            option="remove",
+        )
 
 
 def _headless(ring: Ring) -> tuple[Ints, Ints]:

@@ -29,7 +29,7 @@ from pipeline.replay.moving import Mover, Wanted, extras_named
 from pipeline.replay.numbering import name_of
 from pipeline.replay.parts import check_order, check_sharing, tag_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
-from pipeline.replay.shards import Listed, ShardOnDisk, Shares, common_schema, part_of, read_shards, share_out
+from pipeline.replay.shards import HasState, Listed, ShardOnDisk, Shares, common_schema, part_of, read_shards, share_out
 from pipeline.replay.state import BufferState, generator_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
@@ -298,7 +298,7 @@ class Rank(NamedTuple):
     life: int
 
 
-def state_of_rank(shards: Sequence[ShardOnDisk], rank: Rank, own: BufferState) -> BufferState:
+def state_of_rank(shards: Sequence[HasState], rank: Rank, own: BufferState) -> BufferState:
     """Return the state of a rank's buffer: ``own`` says what follows from its rows, and the rest is its part of all
     shards."""
     limiter = {name: sum(each.state.limiter.get(name, 0) for each in shards) for name in ("added", "sampled")}

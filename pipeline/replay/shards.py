@@ -20,7 +20,7 @@ from pipeline.checkpoint.shares import Counted
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.episode_ids import EpisodeTable, maker, table_of_rows
 from pipeline.replay.loading import read_values
-from pipeline.replay.state import STATE_FILE, VALUES_FOLDER, BufferState, read_buffer_state
+from pipeline.replay.state import STATE_FILE, BufferState, read_buffer_state
 from pipeline.store.segments import Block, needed_blocks, read_blocks
 
 Ints = np.ndarray
@@ -169,28 +169,6 @@ def read_shard(stored: Stored, rank: int, *, whole: bool = False, pools: bool = 
     return ShardOnDisk(rank, stored, state, unknown, table, blocks, pool)
 
 
-def pool_on_disk(
-    stored: Stored, state: BufferState, unknown: dict[str, Any], rank: int = 0, *, before: int = 0
-) -> ShardOnDisk:
-    """Return what a generation, whose files were compared with its manifest, says of a buffer whose rows lie in any
-    order, as if it were the shard of a rank. Blocks.
-
-    Raises:
-        Damaged: it does not fit together.
-    """
-    folders = (STATE_FILE, BLOCKS_FILE, f"{VALUES_FOLDER}/")
-    own = [each for each in stored.manifest.files if each.path.startswith(folders)]
-    part = Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=own))
-    listed = [each for each in own if _of_episodes(each.path)]  # what else there is grows with what rows hold
-    values = read_values(part._replace(manifest=msgspec.structs.replace(stored.manifest, files=listed)))
-    table = table_of_rows(values, rank, stored.folder)
-    if len(table.number) != state.size:
-        raise Damaged(f"{stored.folder}: {state.size} rows, and {len(table.number)} are listed. Restore it from a copy")
-    pool = {name: values[f"pool.{name}.int64"] for name in ("keys", "at")}
-    blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
-    return ShardOnDisk(rank, part, state, unknown, table, blocks, pool, before)
-
-
 def check_files(stored: Stored, rank: int, needed: Sequence[FileInfo], *, whole: bool = False) -> None:
     """Compare files of a shard with the manifest: those that are needed; ``whole``: all of them.
 
@@ -207,7 +185,16 @@ def _of_episodes(path: str) -> bool:
     return path.startswith(("values/episodes.", "values/pool."))
 
 
-def common_schema(shards: Sequence[ShardOnDisk]) -> Schema | None:
+class HasState(Protocol):
+    """A shard, whose state is known."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def state(self) -> BufferState: ...
+
+
+def common_schema(shards: Sequence[HasState]) -> Schema | None:
     """Return the columns that all shards with rows have.
 
     Raises:

@@ -139,6 +139,14 @@ class Output:
         self._lock.release()
 
 
+def folder_near(path: str) -> str:
+    """Return a folder that is there, on the way to one that may not be."""
+    folder = os.path.dirname(os.path.realpath(path))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
 class Outputs:
     """Several of them: all are begun together, and given up together unless they were finished."""
 
@@ -162,10 +170,7 @@ class Outputs:
     def near(self) -> str:
         """A folder that is there, on the way to the first of them: files without a name may be in it before any has
         begun."""
-        path = os.path.dirname(os.path.realpath(self.each[0].directory))
-        while not os.path.isdir(path):
-            path = os.path.dirname(path)
-        return path
+        return folder_near(self.each[0].directory)
 
     def __enter__(self) -> Self:
         try:

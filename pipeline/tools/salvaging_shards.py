@@ -7,12 +7,13 @@ without rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from pipeline.checkpoint.generations import check_generation, find_generations
+from pipeline.checkpoint.generations import Stored, check_generation, find_generations
 from pipeline.checkpoint.losses import Loss
 from pipeline.checkpoint.manifest import OWN_FOLDER, SHARDS, FileInfo, Manifest, ShardInfo
 from pipeline.checkpoint.parts import shard_of
@@ -20,7 +21,6 @@ from pipeline.errors import ConfigError, Damaged, ForebayError, UsageError, Writ
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Gaps, Unfollowed
 from pipeline.replay.moving import Gone
-from pipeline.replay.pooling import block_of
 from pipeline.replay.resharding import table_of
 from pipeline.replay.row_set import RowSet
 from pipeline.replay.salvage_choice import (
@@ -29,12 +29,14 @@ from pipeline.replay.salvage_choice import (
     payload_loss,
     unfollowed_loss,
 )
-from pipeline.replay.shards import ShardOnDisk, read_shard
-from pipeline.replay.state import BufferState
+from pipeline.replay.shards import ShardOnDisk, check_files, read_shard
+from pipeline.replay.state import BufferState, read_buffer_state
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
-from pipeline.tools.output import Output
-from pipeline.tools.resharding import Job
+from pipeline.tools.output import Output, folder_near
+from pipeline.tools.reshard_job import Job
+from pipeline.tools.resharding import EpisodesJob
+from pipeline.tools.resharding_pools import PoolShard, PoolsJob
 from pipeline.tools.salvaged_files import Attached
 from pipeline.tools.sources import Source
 
@@ -65,66 +67,136 @@ class SavedShards(NamedTuple):
     losses: list[Loss]
 
 
-class _Job(Job):
+class _Kept(Job):
     """The rows of shards of which some are damaged."""
 
     reason = "salvage"
     partial = True
+    chosen: Chosen
+    lost: list[int]
+    """Ranks whose shards cannot be read."""
+    written: list[ShardInfo]
 
-    def __init__(self, source: Source, chosen: Chosen, origin: str) -> None:
-        self._attached, self._origin = Attached(chosen), origin
-        self.lost: list[int] = []
-        manifest = source.stored.manifest
-        shards = [self._shard(source, info) for info in manifest.shards]
-        having = [shard.state for shard in shards if shard.state.columns is not None]
-        if not having and self.lost:
-            raise Damaged(f"{source.stored.folder}: the shards that can be read have no rows")
-        shards = [_like(shard, having[0]) if shard.rank in self.lost else shard for shard in shards]
-        super().__init__(source, shards, manifest.world_size)
-        self.written: list[ShardInfo] = []
-
-    def _shard(self, source: Source, info: ShardInfo) -> ShardOnDisk:
-        part = shard_of(source.stored, info.rank)
-        whole = [each for each in part.manifest.files if not each.path.startswith(OWN_FOLDER + "/")]
-        part = part._replace(manifest=msgspec.structs.replace(part.manifest, files=whole))
-        try:
-            return read_shard(part, info.rank, whole=True, pools=True)
-        except ConfigError as error:
-            raise UsageError(f"{error} resume(step=...) goes on from an older generation") from None
-        except Damaged:
-            self.lost.append(info.rank)
-            return ShardOnDisk(info.rank, part, BufferState(), {}, EpisodeTable.none(), [])
+    @property
+    def origin(self) -> str:
+        """The generation that they are of."""
+        manifest = self.source.stored.manifest
+        return f"{manifest.run_id}/{manifest.generation}"
 
     def files(self) -> list[tuple[str, FileInfo]]:
-        return self._attached.files()
+        return Attached(self.chosen).files()
 
     def manifest(self, shards: list[ShardInfo], directory: str, left_out: dict[str, str]) -> Manifest:
-        before = self.source.stored.manifest
-        own = {each.rank: self._attached.own(each) for each in before.shards}
+        before, attached = self.source.stored.manifest, Attached(self.chosen)
+        own = {each.rank: attached.own(each) for each in before.shards}
         self.written = [msgspec.structs.replace(each, own=own[each.rank]) for each in shards]
         return msgspec.structs.replace(
             super().manifest(self.written, directory, {}),
-            origin=self._origin,
-            attached=self._attached.names(),
-            left_out=self._attached.left_out(),
+            origin=self.origin,
+            attached=attached.names(),
+            left_out=attached.left_out(),
             made_of=[],
         )
 
-    def kept(self, files: FilesLike) -> list[int]:
-        """Return how many rows of each rank can be read. Blocks."""
-        there = [RowSet(rows) for rows in self.shares.rows]
+    def kept(self, files: FilesLike, folder: str) -> list[int]:
+        """Return how many rows of each rank can be read; ``folder`` is for files without a name. Blocks."""
+        there = [RowSet(rows) for rows in self.rows]
         aside: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in there]
-        for rank, rows in self.handed(files, None):
+        for rank, rows in self.handed(files, folder, None):
             aside[rank].append(rows.aside.copy())
             there[rank].add_runs(rows.runs)
-        if self.nexts:
-            for rank, (each, own) in enumerate(zip(there, aside, strict=True)):
-                stretches = each.stretches()
-                parts = Gaps.of_stretches(stretches, table_of(self.shards, self.shares, rank).rows)
-                found = Unfollowed.within(parts, stretches, np.sort(np.concatenate(own)))
-                each.remove(found.rows)
-                self.unfollowed += len(found.rows)
+        for rank, (each, own) in enumerate(zip(there, aside, strict=True)):
+            self.leave_out(rank, each, np.sort(np.concatenate(own)))
         return [len(each) for each in there]
+
+    def leave_out(self, rank: int, there: RowSet, aside: Ints) -> None:
+        """Leave out rows of a rank whose next observations are nowhere; ``aside``: those that have them kept aside."""
+
+    def loss(self, gone: Gone) -> Loss:
+        """Return what is said of a block that cannot be read."""
+        raise NotImplementedError
+
+
+class _Episodes(_Kept, EpisodesJob):
+    """As that, of rows that follow each other in episodes."""
+
+    def leave_out(self, rank: int, there: RowSet, aside: Ints) -> None:
+        if self.nexts:
+            stretches = there.stretches()
+            parts = Gaps.of_stretches(stretches, table_of(self.shards, self.shares, rank).rows)
+            found = Unfollowed.within(parts, stretches, aside)
+            there.remove(found.rows)
+            self.unfollowed += len(found.rows)
+
+    def loss(self, gone: Gone) -> Loss:
+        shard, block = self.shards[gone.shard], gone.block
+        begin, end = max(block.first, shard.oldest), min(block.first + block.count, shard.state.added)
+        said = f"rows {begin} to {end - 1} of rank {shard.rank}"
+        return payload_loss(self.source.layout, block, gone.error, said)
+
+
+class _Pools(_Kept, PoolsJob):
+    """As that, of pools."""
+
+    def loss(self, gone: Gone) -> Loss:
+        rows = f"{self.lost_in(gone.shard, gone.block)} rows of rank {gone.shard}"
+        return payload_loss(self.source.layout, gone.block, gone.error, rows)
+
+
+def _job(source: Source, chosen: Chosen) -> _Kept:
+    """Return what is to be done.
+
+    Raises:
+        UsageError: rows cannot be told apart.
+        Damaged: no shard that can be read has rows, or they do not fit together.
+    """
+    parts = [_part(source, info) for info in source.stored.manifest.shards]
+    states = {rank: state for part, rank in parts if (state := _state(part, rank)) is not None}
+    having = [state for state in states.values() if state.columns is not None]
+    pooled = any(state.remove != "fifo" for state in having or states.values())
+    shards: dict[int, Any] = {}
+    for part, rank in parts:
+        with contextlib.suppress(Damaged):
+            shards[rank] = _pool(part, rank) if pooled else _shard(part, rank)
+    having = [shard.state for shard in shards.values() if shard.state.columns is not None]
+    lost = [rank for _, rank in parts if rank not in shards]
+    if not having and lost:
+        raise Damaged(f"{source.stored.folder}: the shards that can be read have no rows")
+    for part, rank in parts:
+        if rank not in shards:  # without rows, its buffer takes rows as those of the others do
+            state = BufferState(remove=having[0].remove, capacity=having[0].capacity, pool=[0] * len(having[0].pool))
+            none = ShardOnDisk(rank, part, state, {}, EpisodeTable.none(), [])
+            shards[rank] = PoolShard(part, rank, state, {}, named=True) if pooled else none
+    every = [shards[rank] for _, rank in parts]
+    job: _Kept = _Pools(source, every, None) if pooled else _Episodes(source, every, len(every))
+    job.chosen, job.lost, job.written = chosen, lost, []
+    return job
+
+
+def _part(source: Source, info: ShardInfo) -> tuple[Stored, int]:
+    part = shard_of(source.stored, info.rank)
+    whole = [each for each in part.manifest.files if not each.path.startswith(OWN_FOLDER + "/")]
+    return part._replace(manifest=msgspec.structs.replace(part.manifest, files=whole)), info.rank
+
+
+def _state(part: Stored, rank: int) -> BufferState | None:
+    try:
+        check_files(part, rank, part.manifest.files, whole=True)
+        return read_buffer_state(part.folder)[0]
+    except Damaged:
+        return None
+
+
+def _shard(part: Stored, rank: int) -> ShardOnDisk:
+    return read_shard(part, rank, whole=True)
+
+
+def _pool(part: Stored, rank: int) -> PoolShard:
+    check_files(part, rank, part.manifest.files, whole=True)
+    try:
+        return PoolShard(part, rank, *read_buffer_state(part.folder), named=True)
+    except ConfigError as error:
+        raise UsageError(f"{error} resume(step=...) goes on from an older generation") from None
 
 
 def salvage_shards(
@@ -147,18 +219,18 @@ def salvage_shards(
     chosen = choose_generation(layout, SHARDS, step)
     stored = chosen.stored
     source = Source(layout.directory, layout, stored.manifest.run_id, chosen.run_tag, stored)
-    run_id, origin = "", f"{stored.manifest.run_id}/{stored.manifest.generation}"
-    job = _Job(source, chosen, origin)
+    run_id, job = "", _job(source, chosen)
     if rehearse:
-        shards = [ShardInfo(rank=rank, rows=count) for rank, count in enumerate(job.kept(files))]
+        kept = job.kept(files, folder_near(target))
+        shards = [ShardInfo(rank=rank, rows=count) for rank, count in enumerate(kept)]
     else:
         run_id, shards = _written(job, target, called, files), job.written
     held = sum(each.held for each in stored.manifest.shards)
-    losses = [*chosen.losses, *(_loss(layout, job.shards[each.shard], each) for each in job.gone)]
+    losses = [*chosen.losses, *(job.loss(each) for each in job.gone)]
     losses += unfollowed_loss(layout, stored, job.unfollowed)
     return SavedShards(
         chosen=chosen,
-        origin=origin,
+        origin=job.origin,
         run_id=run_id,
         shards=shards,
         lost=job.lost,
@@ -168,7 +240,7 @@ def salvage_shards(
     )
 
 
-def _written(job: _Job, target: str, called: str, files: FilesLike) -> str:
+def _written(job: _Kept, target: str, called: str, files: FilesLike) -> str:
     output = Output(called, "", files)
     output.folder = target
     try:
@@ -180,17 +252,3 @@ def _written(job: _Job, target: str, called: str, files: FilesLike) -> str:
     written = find_generations(Layout(target), run_id).complete[-1]
     check_generation(written)  # it was copied from a disk that may have faults
     return run_id
-
-
-def _like(lost: ShardOnDisk, state: BufferState) -> ShardOnDisk:
-    """Return a shard without rows, whose buffer takes rows as those of the others do."""
-    pool = [0] * len(state.pool)
-    return lost._replace(state=BufferState(remove=state.remove, capacity=state.capacity, pool=pool))
-
-
-def _loss(layout: Layout, shard: ShardOnDisk, gone: Gone) -> Loss:
-    if shard.pool:
-        rows = int((block_of(shard.pool["at"], [gone.block]) >= 0).sum())
-        return payload_loss(layout, gone.block, gone.error, f"{rows} rows of rank {shard.rank}")
-    begin, end = max(gone.block.first, shard.oldest), min(gone.block.first + gone.block.count, shard.state.added)
-    return payload_loss(layout, gone.block, gone.error, f"rows {begin} to {end - 1} of rank {shard.rank}")

@@ -23,6 +23,8 @@ from pipeline.store.scratch import unnamed
 Ints = np.ndarray
 _READ = 4 << 20
 _FEW = 256
+_RENUMBERED = (EPISODE, PLACE, BEHIND, AHEAD, SERIAL, END)
+"""The marks that gaps change."""
 
 
 class Heap:
@@ -161,8 +163,7 @@ class ScatteredRows:
         self._kind, self._extras = np.dtype(fields), extras
         self._there = RowSet(rows)
         self._gaps: Gaps | None = None
-        self._renumbered: tuple[str, ...] = (EPISODE, PLACE, BEHIND, AHEAD, SERIAL, END)
-        """The marks that gaps change."""
+        self._alone = False  # whether some have not come, and those that have stay what they are
         self._heap, self._aside = heap, AsideRows(heap, wanted.nexts)
         try:
             self._handle = unnamed(folder)
@@ -251,11 +252,15 @@ class ScatteredRows:
         self._gaps = Gaps.of_stretches(self._there.stretches(), table.rows)
         return self._gaps.table(table, names)
 
-    def leave_out_missing(self, table: EpisodeTable) -> EpisodeTable:
-        """As :meth:`close_gaps`, of rows that have no neighbours, and are listed one by one: each stays what it is."""
-        self._gaps, self._renumbered = Gaps.of_stretches(self._there.stretches(), table.rows), (SERIAL,)
-        there = self._there.all()
-        return EpisodeTable(*(each[there] for each in table))
+    def leave_out_missing(self) -> int:
+        """As :meth:`close_gaps`, of rows that have no neighbours: each stays what it is. Return how many have not
+        come."""
+        self._alone = True
+        return self.missing
+
+    def came(self, begin: int, end: int) -> Ints:
+        """Return which of the rows from ``begin`` up to ``end`` have come, counted from there."""
+        return np.flatnonzero(self._there.between(begin, end))
 
     def each(self, where: str, first: int) -> Iterator[Packed]:
         """Yield all rows, from the front.
@@ -267,7 +272,7 @@ class ScatteredRows:
         Raises:
             Damaged: some were in no block, and the gaps were not closed.
         """
-        if self._gaps is None and self.missing:
+        if self._gaps is None and not self._alone and self.missing:
             raise Damaged(
                 f"{where}: {self.missing} of {self._rows} rows are in none of its blocks. Restore it from a copy"
             )
@@ -277,8 +282,10 @@ class ScatteredRows:
             records, large = self._columns(packed)
             if self._gaps is not None:
                 marks = self._gaps.marks(records[END], first, slice(done, done + count))
-                for name in self._renumbered:
+                for name in _RENUMBERED:
                     records[name] = marks[name]
+            if self._alone:
+                records[SERIAL] = (first + done + np.arange(count)).astype(np.uint32)
             done += count
             extras = [packed[f"extra.{at}"] for at in range(len(self._extras))]
             aside, nexts = self._aside.among(begin, begin + count)
