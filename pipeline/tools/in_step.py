@@ -47,8 +47,8 @@ class Step(NamedTuple):
 class _Head:
     """What was read of a stream, and not taken."""
 
-    def __init__(self, stream: Ids, number: int, at_once: int) -> None:
-        self._stream, self.number, self._at_once = stream, number, at_once
+    def __init__(self, stream: Ids, at_once: int) -> None:
+        self._stream, self._at_once = stream, at_once
         self.begin = self._end = 0  # of what is held
         self.columns: tuple[Ints, ...] = ()
         self.more()
@@ -76,15 +76,11 @@ class _Head:
         return taken
 
 
-def in_step(streams: Sequence[Ids], at_once: int = AT_ONCE) -> Iterator[Step]:
-    """Yield the rows of all streams in the order of their ids; those that are equal in the first column come together.
-
-    Args:
-        streams: of ids.
-        at_once: how many are read at a time, of all streams together.
-    """
-    heads = [_Head(stream, number, max(1, at_once // max(1, len(streams)))) for number, stream in enumerate(streams)]
-    begin = 0
+def in_step(streams: Sequence[Ids]) -> Iterator[Step]:
+    """Yield the rows of all streams in the order of their ids; those that are equal in the first column come
+    together."""
+    at_once, begin = max(1, AT_ONCE // max(1, len(streams))), 0
+    heads = [_Head(stream, at_once) for stream in streams]
     while any(len(head.columns[0]) or not head.whole for head in heads):
         for head in heads:
             if not len(head.columns[0]) and not head.whole:
