@@ -36,6 +36,7 @@ from pipeline.tools.writing import RowsWriter
 Ints = np.ndarray
 IDS_FILE = "ids.json"
 _FILES = 6  # of one new run: journal, segment, what names rows, and keys of next observations, or fewer
+_LISTED_AT_ONCE = 1 << 14
 AT_ONCE = 32
 """So many new runs are written in one reading, or fewer: each has files open meanwhile, and a block in memory."""
 
@@ -232,7 +233,7 @@ class _Target:
             left_out=notes,
             made_of=parts,
         )
-        ids: dict[str, Any] = {"parts": parts, "episodes": table.tolist(), "environments": environments.told}
+        ids: dict[str, Any] = {"parts": parts, "episodes": table, "environments": environments.told}
         units, others = count, int((table[:, 0] != table[:, 2]).sum())
         playing = None if every.items is None else Playing.of(every.items, numbered.there)
         if playing is not None:
@@ -309,10 +310,18 @@ def write_ids(files: FilesLike, layout: Layout, run: RunFile, ids: Mapping[str, 
         files, layout, run: of the new run.
         ids: the parts of which it is made; of episodes [n, 3] what each is called, its part and number there; of
             environments what each is called, where it was, and as what; of items what each is called, and its part,
-            uid there, and task.
+            uid there, and task. Arrays are listed piece by piece, as there may be as many episodes as rows.
     """
-    write_file(files, f"{layout.directory}/{IDS_FILE}", msgspec.json.encode(ids) + b"\n")
+    fields = [msgspec.json.encode(name) + b":" + _listed(each) for name, each in ids.items()]
+    write_file(files, f"{layout.directory}/{IDS_FILE}", b"{" + b",".join(fields) + b"}\n")
     layout.write_marker(files, run)
+
+
+def _listed(values: Any) -> bytes:
+    if not isinstance(values, np.ndarray):
+        return msgspec.json.encode(values)
+    pieces = [values[begin : begin + _LISTED_AT_ONCE] for begin in range(0, len(values), _LISTED_AT_ONCE)]
+    return b"[" + b",".join(msgspec.json.encode(each.tolist())[1:-1] for each in pieces) + b"]"
 
 
 def _lying(every: Every) -> dict[str, Any]:

@@ -310,7 +310,7 @@ class _Writer:
             )
             whole = committed(generation, [wrote], manifest, self._run, kind=REPLAY)
         run = descent.of(self._run, whole.made_of)
-        ids = {"parts": whole.made_of, "episodes": numbered.table.tolist(), "environments": environments.told}
+        ids = {"parts": whole.made_of, "episodes": numbered.table, "environments": environments.told}
         write_ids(self.files, self.layout, run, ids)
         return msgspec.structs.replace(
             told_of(every, self.aim, self._output.directory),

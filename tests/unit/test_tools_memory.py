@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,28 @@ import numpy as np
 import pytest
 
 from pipeline import ReplayBuffer
+from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.config import Prioritized
+from pipeline.replay import pool_files
+from pipeline.store import blocks as files_in_blocks
+from pipeline.store import rearranged
+from pipeline.tools import (
+    Made,
+    in_step,
+    merge,
+    output,
+    packing,
+    reshard,
+    resharding_pools,
+    salvage_run,
+    scattered,
+    split,
+)
 from pipeline.tools.interchange.rows_out import transitions_of
 from pipeline.tools.interchange.runs import open_run
 from pipeline.tools.interchange.streams import KEY, PRIORITY
 from pipeline.tools.kept_rows import rows_of
-from pipeline.tools.pools import pools_of
+from pipeline.tools.pools import Sorting, pools_of
 from pipeline.tools.sources import open_source
 
 ROWS, WIDTH = 60_000, 250
@@ -74,9 +91,9 @@ def episodes(run: str) -> int:
 
 def looked(run: str) -> int:
     (pool,) = pools_of([open_source(run)])
-    pool.look(["wide"], lambda arrays, count: met(run, arrays, count))
-    assert int(pool.met.sum()) == ROWS // 2
-    return len(pool.met)
+    pool.look(Sorting(["wide"], lambda arrays, count: met(run, arrays, count)), os.path.dirname(run))
+    assert pool.sorts == {0: ROWS // 2, 1: ROWS // 2}
+    return len(pool)
 
 
 @pytest.mark.parametrize(
@@ -93,3 +110,71 @@ def test_rows_are_read_without_all_that_was_written_back(
         assert tracemalloc.get_traced_memory()[1] < BYTES * 0.6
     finally:
         tracemalloc.stop()
+
+
+FEW, MANY = 150_000, 600_000
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Pools of few and of many rows, of which a third was written again into other slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_sizes, "BLOCK_BYTES", 1 << 17)
+        return {rows: pool_of(tmp_path_factory.mktemp("pools") / "pool", rows) for rows in (FEW, MANY)}
+
+
+def pool_of(directory: Path, rows: int) -> Path:
+    with ReplayBuffer(rows, directory=directory, select="prioritized", remove={"by": "min", "field": "n"}) as buffer:
+        buffer.resume()
+        for first in range(0, rows + rows // 3, rows // 6):
+            numbers = np.arange(first, first + rows // 6)
+            columns = {"n": numbers, "value": numbers / 2, "terminated": numbers % (rows // 100) == 0}
+            keys = np.array(buffer.extend(columns, version=first % 3))
+            buffer.update_priorities(keys, 1.0 + numbers % 7)
+            if first > rows // 2:
+                buffer.write_back(keys[::2], {"value": numbers[::2] / 4})
+                buffer.save(first, wait=True)
+    return directory
+
+
+def of_ranks(pool: Path, out: Path) -> list[Made]:
+    return [reshard(pool, out, 3)]
+
+
+def salvaged(pool: Path, out: Path) -> list[Made]:
+    made = reshard(pool, f"{out}-ranks", 2)
+    tracemalloc.reset_peak()
+    salvage_run(f"{out}-ranks", out)
+    return [made]
+
+
+TOOLS: dict[str, Callable[[Path, Path], list[Made]]] = {
+    "split": lambda pool, out: split(pool, [f"{out}-1", f"{out}-2"], count=FEW // 3),
+    "where": lambda pool, out: split(pool, [f"{out}-1", f"{out}-2"], where={"n": (">", FEW)}),
+    "merge": lambda pool, out: [merge([pool], out)],
+    "reshard": of_ranks,
+    "salvage": salvaged,
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_of_the_rows_of_a_pool_few_are_in_memory(
+    pools: dict[int, Path], tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (in_step, packing, pool_files, resharding_pools):
+        monkeypatch.setattr(module, "AT_ONCE", 1 << 12)
+    monkeypatch.setattr(rearranged, "_WINDOW", 1 << 12)
+    monkeypatch.setattr(scattered, "_READ", 1 << 17)
+    monkeypatch.setattr(output, "_GATHERED", 1 << 17)
+    monkeypatch.setattr(block_sizes, "BLOCK_BYTES", 1 << 17)
+    monkeypatch.setattr(files_in_blocks, "LARGE_BLOCK", 1 << 17)
+    peaks = {}
+    for rows, pool in pools.items():
+        tracemalloc.start()
+        try:
+            made = TOOLS[tool](pool, tmp_path / f"out{rows}")
+            peaks[rows] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert sum(each.rows for each in made) == rows
+    assert peaks[MANY] - peaks[FEW] < 3 * (MANY - FEW), peaks
