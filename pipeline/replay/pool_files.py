@@ -68,9 +68,23 @@ class PoolFiles:
         for begin in range(0, self.size, AT_ONCE):
             yield begin, min(AT_ONCE, self.size - begin)
 
+    def places_of(self, keys: Sequence[int]) -> Ints:
+        """Return the places, among all rows that were ever written, of those rows whose keys are given; rising. As many
+        are in memory as there are keys."""
+        found = [np.empty(0, np.int64)]
+        if keys and self.size:
+            named, at, wanted = self.file(KEYS), self.file(AT), np.array(keys, np.int64)
+            for begin, count in self.pieces():
+                own = np.flatnonzero(np.isin(named.read(begin, count), wanted))
+                if len(own):
+                    found.append(at.read(begin, count)[own])
+        return np.sort(np.concatenate(found))
+
     def _look(self) -> None:
-        serials, at, last = self.file(SERIALS), self.file(AT), -1
+        keys, serials, at, last = self.file(KEYS), self.file(SERIALS), self.file(AT), -1
+        slots = RowSet(self.size)
         for begin, count in self.pieces():
+            slots.add(self._slots(keys.read(begin, count)))
             own = serials.read(begin, count)
             if int(own[0]) <= last or (own[1:] <= own[:-1]).any() or int(own[-1]) >= self.state.added:
                 raise Damaged(f"{self.where}: the numbers of its rows do not fit together. Restore it from a copy")
@@ -78,8 +92,14 @@ class PoolFiles:
             of, place = self.lying(at.read(begin, count))
             self.rows += np.bincount(of, minlength=len(self.rows))
             self._there.add(place)
-        if len(self._there) != self.size:
+        if min(len(self._there), len(slots)) != self.size:
             raise Damaged(f"{self.where}: two of its rows are said to be one. Restore it from a copy")
+
+    def _slots(self, keys: Ints) -> Ints:
+        (floor, end, *_), slots = self.state.pool, keys % self.state.capacity
+        if int(keys.min()) < floor or int(keys.max()) >= end or int(slots.max()) >= self.size:
+            raise Damaged(f"{self.where}: rows have keys that cannot be theirs. Restore it from a copy")
+        return slots
 
     def lying(self, at: Ints) -> tuple[Ints, Ints]:
         """Return in which of :attr:`blocks` rows lie, and which rows these are among all that are listed.

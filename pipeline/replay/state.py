@@ -20,6 +20,8 @@ from pipeline.store.files import open_plain
 STATE_VERSION = 1
 STATE_FILE = "replay.json"
 VALUES_FOLDER = "values"
+LISTED = "episodes.number.int64"
+"""The values that are the numbers of the episodes that a save has not dropped."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -90,7 +92,7 @@ class BufferState(msgspec.Struct, kw_only=True):
         """
         if not self.dropped:
             return np.ones(len(episodes), bool)
-        listed = values.get("episodes.number.int64")
+        listed = values.get(LISTED)
         if listed is None:
             raise Damaged("rows were dropped, and the list of the episodes that were not is missing")
         return np.isin(episodes, listed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import WriteFailed
+from pipeline.errors import StoreError, WriteFailed
 from pipeline.store.scratch import unnamed
 
 Ints = np.ndarray
@@ -61,8 +61,9 @@ class Rearranged:
         for name, each in values.items():
             records[name] = each[order] if np.ndim(each) else each
         begins = np.searchsorted(windows[order], np.arange(first, int(windows.max()) + 2))
-        self._came.append((self._end, first, begins))
+        begin = self._end
         self._write(memoryview(records.view(np.uint8).data))
+        self._came.append((begin, first, begins))
         self._read = -1, self._read[1]
 
     def _write(self, raw: memoryview) -> None:
@@ -75,7 +76,11 @@ class Rearranged:
 
     def read(self, begin: int, count: int) -> np.ndarray:
         """Return the records of places from ``begin`` on, below ``begin + count``: in their order, and of one place in
-        that in which they came."""
+        that in which they came.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
         found = []
         for window in range(begin // _WINDOW, -(-(begin + count) // _WINDOW)):
             records = self._window(window)
@@ -91,13 +96,24 @@ class Rearranged:
                 at = window - first
                 if 0 <= at < len(begins) - 1 and begins[at] < begins[at + 1]:
                     count = int(begins[at + 1] - begins[at])
-                    raw.append(os.pread(self._handle, count * size, offset + int(begins[at]) * size))
+                    raw.append(self._bytes(offset + int(begins[at]) * size, count * size))
             records = np.frombuffer(b"".join(raw), self.kind)
             places = records["place"]
             if (places[1:] < places[:-1]).any():
                 records = records[np.argsort(places, kind="stable")]
             self._read = window, records
         return self._read[1]
+
+    def _bytes(self, begin: int, count: int) -> bytes:
+        found = b""
+        try:
+            while len(found) < count and (more := os.pread(self._handle, count - len(found), begin + len(found))):
+                found += more
+        except OSError as error:
+            raise StoreError(f"{self._folder}: what lies in another order could not be read: {error}") from error
+        if len(found) < count:
+            raise StoreError(f"{self._folder}: of what lies in another order {count - len(found)} bytes are gone")
+        return found
 
     def windows(self) -> list[tuple[int, int]]:
         """Return where the places begin that are read together, and how many they are: who goes through all reads these

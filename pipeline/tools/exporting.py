@@ -18,6 +18,7 @@ from pipeline.tools.interchange.rows_out import transitions_of
 from pipeline.tools.interchange.runs import Opened, content_of, open_run
 from pipeline.tools.interchange.streams import ROLLOUTS, TRANSITIONS, Stream
 from pipeline.tools.interchange.trajectories_out import trajectories_of
+from pipeline.tools.output import folder_near
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +93,7 @@ def export(
     _check_options(to, part_bytes, fps)
     source, target = os.fspath(run), os.fspath(out)
     check_target(target, source)
-    stream, step = _chosen(source, form, Chosen(**{k: _held(v) for k, v in chosen.items()}))
+    stream, step = _chosen(source, folder_near(target), form, Chosen(**{k: _held(v) for k, v in chosen.items()}))
     found = Exported(
         out=target,
         to=to,
@@ -132,10 +133,10 @@ def _held(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int)) else tuple(value)
 
 
-def _chosen(source: str, form: Format, chosen: Chosen) -> tuple[Stream, int]:
-    """Return what was chosen of a run, and the step of its generation."""
+def _chosen(source: str, near: str, form: Format, chosen: Chosen) -> tuple[Stream, int]:
+    """Return what was chosen of a run, and the step of its generation; files without a name may be in ``near``."""
     opened = open_run(source, chosen.step)
-    stream = _stream(opened, chosen.content, frozenset(chosen.tasks), frozenset(chosen.statuses))
+    stream = _stream(opened, near, chosen.content, frozenset(chosen.tasks), frozenset(chosen.statuses))
     kind = content_of_stream(stream)
     if kind not in form.CONTENTS:
         raise ConfigError.of("to", form.NAME, f"it holds {' or '.join(form.CONTENTS)}, and {source} has {kind}")
@@ -147,10 +148,10 @@ def content_of_stream(stream: Stream) -> str:
     return getattr(stream, "content", TRANSITIONS)
 
 
-def _stream(opened: Opened, content: str | None, tasks: frozenset[str], statuses: frozenset[str]) -> Stream:
+def _stream(opened: Opened, near: str, content: str | None, tasks: frozenset[str], statuses: frozenset[str]) -> Stream:
     chosen = content_of(opened, content)
     if chosen != ROLLOUTS and (tasks or statuses):
         raise ConfigError(f"{opened.layout.directory}: --task and --status are of rollouts; it has {chosen}")
     if chosen == ROLLOUTS:
         return rollouts_of(opened, tasks=tasks, statuses=statuses)
-    return transitions_of(opened) if chosen == TRANSITIONS else trajectories_of(opened)
+    return transitions_of(opened, near) if chosen == TRANSITIONS else trajectories_of(opened)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import msgspec
@@ -19,10 +20,12 @@ from pipeline.checkpoint.manifest import BLOCKS_FILE
 from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
 from pipeline.errors import ConfigError, Damaged
-from pipeline.replay.loading import read_values
-from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
+from pipeline.replay.next_obs import KEYS_FILE, file_of
+from pipeline.replay.pool_files import AT, KEYS
+from pipeline.replay.state import LISTED, STATE_FILE, BufferState, Ends, read_buffer_state
 from pipeline.replay.trajectory_blobs import BlobLayout
 from pipeline.replay.trajectory_loading import blocks_of, read_infos
+from pipeline.replay.values import Values
 from pipeline.store.codec import tensor_of
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, read_blocks
@@ -42,7 +45,8 @@ def row_of(layout: Layout, run_tag: int, stored: Stored, key: int, rank: int | N
     stored = stored if rank is None else shard_of(stored, rank)
     path = os.path.join(stored.folder, STATE_FILE)
     state, _ = read_buffer_state(stored.folder)
-    place = _place(state, stored, key)
+    values = Values(stored)
+    place = _place(state, values, key)
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     block = _block_of(blocks, place)
     if block is None or state.schema is None:
@@ -50,7 +54,8 @@ def row_of(layout: Layout, run_tag: int, stored: Stored, key: int, rank: int | N
     where = f"{layout.segment(*block.segment_key)} at byte {block.offset}"
     arrays = decode_block(_payload(layout, run_tag, block), state.schema, block.count, where, block.sums)
     at = place - block.first
-    if not state.coming_back(read_values(stored) if state.dropped else {}, arrays[EPISODE][at : at + 1]).all():
+    listed = {LISTED: values.all(LISTED)} if state.dropped and LISTED in values.names else {}
+    if not state.coming_back(listed, arrays[EPISODE][at : at + 1]).all():
         raise ConfigError.of("--item", key, "the save dropped its episode, which was not whole: it does not come back")
     end = int(Ends(state).of(np.array([key]), arrays[END][at : at + 1])[0])
     facts = {
@@ -84,16 +89,17 @@ class _NextObs:
         Raises:
             Damaged: there is neither.
         """
-        values = {name.rpartition(".")[0]: each for name, each in read_values(self._stored).items()}
-        keys = values["next_obs.keys"]
-        at = int(np.searchsorted(keys, key))
-        if at < len(keys) and keys[at] == key:
-            every = [values[f"next_obs.{number}"].view(each.bits) for number, each in enumerate(self._columns)]
-            return {
-                column.name: array.reshape(len(keys), *column.shape)[at]
-                for column, array in zip(self._columns, every, strict=True)
-            }
-        return self._observed(key)
+        values = Values(self._stored)
+        keys = values.file(KEYS_FILE) if values.count(KEYS_FILE) else None
+        at = 0 if keys is None else keys.below(key)
+        if keys is None or at == len(keys) or int(keys.read(at, 1)[0]) != key:
+            return self._observed(key)
+        found = {}
+        for number, column in enumerate(self._columns):
+            items = prod(column.shape)
+            raw = values.reader(file_of(number, column))(at * items, items)
+            found[column.name] = raw.view(column.bits).reshape(column.shape)
+        return found
 
     def _observed(self, key: int) -> dict[str, np.ndarray]:
         layout, schema, begin = self._layout, self._state.schema, key + 1
@@ -115,19 +121,21 @@ def _block_of(blocks: Sequence[Block], place: int) -> Block | None:
     return next((each for each in reversed(blocks) if each.first <= place < each.first + each.count), None)
 
 
-def _place(state: BufferState, stored: Stored, key: int) -> int:
+def _place(state: BufferState, values: Values, key: int) -> int:
     """Return the place of a row among all that were written."""
     if state.remove == "fifo":
         if not state.added - state.size <= key < state.added:
             there = f"{state.added - state.size} to {state.added - 1} are" if state.size else "none is"
             raise ConfigError.of("--item", key, f"{there} there")
         return key
-    values = read_values(stored)
-    keys, places = values["pool.keys.int64"], values["pool.at.int64"]
-    found = np.flatnonzero(keys == key)
-    if not len(found):
-        raise ConfigError.of("--item", key, f"no row of this key is there, as {keys[:3].tolist()} and others are")
-    return int(places[found[0]])
+    before = 0
+    for keys in values.pieces(KEYS):
+        found = np.flatnonzero(keys == key)
+        if len(found):
+            return int(values.file(AT).read(before + int(found[0]), 1)[0])
+        before += len(keys)
+    first = values.file(KEYS).read(0, min(3, before)).tolist() if before else []
+    raise ConfigError.of("--item", key, f"no row of this key is there, as {first} and others are")
 
 
 def trajectory_of(layout: Layout, run_tag: int, stored: Stored, number: int, rank: int | None) -> Found:

@@ -21,8 +21,8 @@ from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import BLOCKS_FILE, SHARDS, TRAJECTORIES, TRAJECTORY_SHARDS
 from pipeline.checkpoint.parts import shard_of
 from pipeline.errors import Damaged, ForebayError, StoreError
-from pipeline.replay.loading import read_values
-from pipeline.replay.state import STATE_FILE, BufferState, Ends, read_buffer_state
+from pipeline.replay.pool_files import PoolFiles
+from pipeline.replay.state import LISTED, STATE_FILE, BufferState, Ends, read_buffer_state
 from pipeline.replay.trajectory_loading import read_infos
 from pipeline.replay.trajectory_state import STATE_FILE as TRAJECTORIES_FILE
 from pipeline.replay.values import Values
@@ -123,7 +123,8 @@ def _transitions(
     blocks = read_blocks(os.path.join(stored.folder, BLOCKS_FILE))
     fields = options.get("fields")
     reward = str(fields.get("reward", "reward")) if isinstance(fields, Mapping) else "reward"
-    rows = _Rows(layout, stored, state, blocks, reward, told)
+    files = None if state.remove == "fifo" else PoolFiles(stored, state, stored.folder)
+    rows = _Rows(layout, stored, state, blocks, reward, told, files)
     return BufferFacts(
         rank=rank,
         rows=state.held,
@@ -156,13 +157,20 @@ class _Rows:
         blocks: Sequence[Block],
         reward: str,
         told: Callable[[int], None],
+        pool: PoolFiles | None,
     ) -> None:
-        self._told = told
+        """Args:
+        pool: where the rows of a pool lie: what is said of them by their keys is told by their places then.
+        """
+        self._told, self._pool = told, pool
+        self._needed = [] if pool is None else pool.needed
+        if pool is not None:
+            blocks = [pool.blocks[number] for number in self._needed]
+            cut, truncated = (pool.places_of(keys).tolist() for keys in (state.cut_keys, state.truncated_keys))
+            state = msgspec.structs.replace(state, cut_keys=cut, truncated_keys=truncated, dropped={})
         self._layout, self._stored, self._state, self._blocks, self._reward = layout, stored, state, blocks, reward
         self._ends_of, self._first = Ends(state), _firsts(blocks)
-        self._values = _held_of(stored)
-        places = self._values.pop("pool.at.int64", None)
-        self._places = None if places is None else np.sort(places)  # of the rows of a pool, on the disk
+        self._listed = _listed_of(stored, state)
         self._kept = np.zeros(state.size if state.dropped else 0, bool)
         self.rewards, self.lengths = Gathered(), Gathered()
         self.versions, self.ends = Counter[int](), Counter[int]()
@@ -194,21 +202,20 @@ class _Rows:
             given = tensors.get(self._reward, np.empty(0))
             tensors[self._reward] = given if given.shape == (block.count,) else np.full(block.count, np.nan)
             tensors["key"] = np.arange(block.first, block.first + block.count)
-            there = self._there(tensors, self._first[number])
+            there = self._there(tensors, self._first[number]) if self._pool is None else self._of_pool(number)
             marks = {name: each[there] for name, each in tensors.items()}
             yield marks, self._ends_of.of(marks["key"], marks[END])
 
     def _there(self, marks: Mapping[str, Ints], first: int) -> Ints:
         """Return which rows of a block a resume has, and no block before it."""
         keys, state = marks["key"], self._state
-        if self._places is not None:
-            low, high = np.searchsorted(self._places, (keys[0], keys[-1] + 1))
-            there = np.zeros(len(keys), bool)
-            there[self._places[low:high] - keys[0]] = True
-        else:
-            there = (keys >= state.added - state.size) & (keys < state.added)
-        there = there & (keys >= first) & state.coming_back(self._values, marks[EPISODE])
+        there = (keys >= state.added - state.size) & (keys < state.added)
+        there = there & (keys >= first) & state.coming_back(self._listed, marks[EPISODE])
         return np.asarray(there)
+
+    def _of_pool(self, number: int) -> Ints:
+        assert self._pool is not None
+        return self._pool.there(self._needed[number])
 
     def priorities(self) -> Figures:
         """Return what the priorities of the rows that are there come to."""
@@ -221,10 +228,10 @@ class _Rows:
         return found.figures()
 
 
-def _held_of(stored: Stored) -> dict[str, Ints]:
-    """Return what is held of a generation's arrays: where rows of a pool lie, and which episodes come back."""
-    files = [each for each in stored.manifest.files if each.path.startswith(("values/pool.at.", "values/episodes."))]
-    return read_values(Stored(stored.folder, msgspec.structs.replace(stored.manifest, files=files)))
+def _listed_of(stored: Stored, state: BufferState) -> dict[str, Ints]:
+    """Return the numbers of the episodes that come back, where a save has dropped some."""
+    values = Values(stored)
+    return {LISTED: values.all(LISTED)} if state.dropped and LISTED in values.names else {}
 
 
 def _is_mark(values: Ints | None, count: int) -> bool:

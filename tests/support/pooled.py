@@ -79,6 +79,29 @@ def play(directory: Path, run: int, count: int, capacity: int = CAPACITY, **opti
         return held(buffer)
 
 
+def wander(directory: Path, seed: int, capacity: int = CAPACITY, **options: Any) -> dict[str, Any]:
+    """Save a pool several times, and change it by chance in between: rows come and go, columns of some are written
+    back, episodes are cut. Return all that it holds, and the key of each row."""
+    rng = np.random.default_rng(seed)
+    with made(directory, capacity, **options) as buffer:
+        buffer.resume()
+        first = 0
+        for step in range(1, int(rng.integers(2, 6))):
+            count = int(rng.integers(0, 2 * capacity if step == 1 else capacity))
+            fill(buffer, seed, first, count)
+            first += count
+            for name in ("value", "image") if len(buffer) else ():
+                keys = rng.choice(buffer.ring.keys(), int(rng.integers(0, len(buffer) + 1)), replace=False)
+                if rng.random() < 0.6 and len(keys):
+                    given = rng.integers(0, 200, len(keys))
+                    wide = np.broadcast_to(given.astype(np.uint8)[:, None, None], (len(keys), 32, 64))
+                    buffer.write_back(keys, {name: wide if name == "image" else given / 16})
+            if first and rng.random() < 0.5:
+                buffer.end_episode(int(rng.integers(0, 3)))
+            buffer.save(step, wait=True)
+        return {**held(buffer), "key": buffer.ring.keys().tolist()}
+
+
 def held(buffer: ReplayBuffer) -> dict[str, Any]:
     """All that a pool holds, oldest row first, but for the keys."""
     ring, layout = buffer.ring, buffer.ring.storage.layout

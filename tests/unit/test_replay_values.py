@@ -14,7 +14,7 @@ from pipeline.checkpoint.manifest import FileInfo, Manifest
 from pipeline.errors import Damaged
 from pipeline.replay import values as values_module
 from pipeline.replay.state import BufferState
-from pipeline.replay.values import Values, ValuesFile, WrittenBack, WrittenBackInAnyOrder
+from pipeline.replay.values import Values, ValuesFile, WrittenBack
 from pipeline.store.segments import Block
 from pipeline.tools.salvaging_rows import Covered
 
@@ -57,28 +57,6 @@ def test_values_at_places_in_any_order(tmp_path: Path, span: int, monkeypatch: p
     assert file.at(np.array([5, 5, 0]), 3).tolist() == rows[[5, 5, 0]].tolist()
     with pytest.raises(Damaged, match="ends at value"):
         file.at(np.array([0, 100]), 3)
-
-
-def test_what_was_written_back_into_rows_that_lie_in_any_order(tmp_path: Path) -> None:
-    keys = [11, 3, 12, 7, 4]  # as the rows came, and in this order they have values
-    values = WrittenBackInAnyOrder(STATE, written(tmp_path, keys))
-    of_flags = WrittenBackInAnyOrder(STATE, written(tmp_path, keys), ["flag"])
-    rng = np.random.default_rng(4)
-    for count in (0, 1, 6, 14):
-        asked = rng.choice(14, count, replace=False)
-        pair, flag = np.zeros((count, 2), np.float32), np.zeros(count, bool)
-        arrays = {"pair": pair, "flag": flag}
-        values.into(arrays, asked)
-        expected = [
-            [100.0 + 2 * keys.index(key), 101.0 + 2 * keys.index(key)] if key in keys else [0.0, 0.0] for key in asked
-        ]
-        assert arrays["pair"].tolist() == expected
-        assert asked[arrays["flag"]].tolist() == [key for key in asked if key == 5]
-        assert not pair.any()  # others may have these arrays
-        assert not flag.any()
-        alone = {"flag": flag}
-        of_flags.into(alone, asked)
-        assert alone["flag"].tolist() == arrays["flag"].tolist()
 
 
 def test_what_was_written_back_counts_whichever_rows_are_asked_for(tmp_path: Path) -> None:

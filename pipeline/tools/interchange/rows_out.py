@@ -1,13 +1,16 @@
 """Transitions out of a run, block by block: of a buffer, of all its shards, or of the buffer that a pipeline's rollouts
 fill, as a generation holds it.
 
-What is said of rows beside them is read as they come. Where rows lie in any order, their keys and places are in memory;
-so are the keys of next observations that are kept aside, and the numbers of episodes where a save has dropped some.
+What is said of rows beside them is read as they come; where rows lie in any order, it waits for them in a file without
+a name. In memory are the keys of next observations that are kept aside, and the numbers of episodes where a save has
+dropped some.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,9 +27,9 @@ from pipeline.checkpoint.parts import shard_of
 from pipeline.config import Fields
 from pipeline.errors import ConfigError, Damaged
 from pipeline.replay.next_obs import Batch, OwnNextObs
-from pipeline.replay.pooling import block_of
-from pipeline.replay.state import BufferState, Ends, read_buffer_state
-from pipeline.replay.values import Values, WrittenBack, WrittenBackInAnyOrder
+from pipeline.replay.pool_files import ByBlock, PoolFiles
+from pipeline.replay.state import LISTED, BufferState, Ends, read_buffer_state
+from pipeline.replay.values import Values, WrittenBack
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, PayloadReader, needed_blocks, read_blocks
 from pipeline.tools.interchange.runs import Opened
@@ -44,7 +47,6 @@ from pipeline.tools.interchange.streams import (
 
 _MARKS = (EPISODE, PLACE, VERSION, END)
 _PRIORITIES = "selector.priorities.float64"
-_LISTED = "episodes.number.int64"
 
 
 class _Buffer(NamedTuple):
@@ -55,19 +57,20 @@ class _Buffer(NamedTuple):
     values: Values
     blocks: list[Block]
     fields: Fields
+    pool: PoolFiles | None
+    """Where rows lie, if they do in any order."""
 
     @property
     def prioritized(self) -> bool:
         return _PRIORITIES in self.values.names
 
-    @property
-    def pooled(self) -> bool:
-        """Whether rows lie in any order."""
-        return self.state.remove != "fifo"
 
-
-def transitions_of(opened: Opened) -> Transitions:
+def transitions_of(opened: Opened, folder: str = "") -> Transitions:
     """Return every row of a generation.
+
+    Args:
+        opened: the run.
+        folder: where what is said of rows that lie in any order waits for them; empty: beside the run.
 
     Raises:
         ConfigError: nothing was ever added.
@@ -86,7 +89,8 @@ def transitions_of(opened: Opened) -> Transitions:
     prioritized = all(each.prioritized for each in having if each.state.size)
     marks = (KEY, *_MARKS, *((PRIORITY,) if prioritized else ()), *((RANK,) if ranks else ()))
     first = having[0].state
-    single = not ranks and not having[0].pooled and not first.dropped
+    single = not ranks and having[0].pool is None and not first.dropped
+    folder = folder or os.path.dirname(os.path.realpath(opened.layout.directory))
     about = msgspec.structs.replace(
         opened.about,
         capacity=sum(each.state.capacity for each in having),
@@ -99,7 +103,7 @@ def transitions_of(opened: Opened) -> Transitions:
 
     def batches() -> Iterator[Rows]:
         for buffer in having:
-            yield from _Reading(opened.layout, opened.tag, buffer, marks).batches()
+            yield from _Reading(opened.layout, opened.tag, buffer, marks, folder).batches()
 
     return Transitions(
         schemas[0],
@@ -116,7 +120,8 @@ def _buffer(stored: Stored, rank: int) -> _Buffer:
     blocks = read_blocks(f"{stored.folder.rstrip('/')}/{BLOCKS_FILE}")
     fields = Fields.of(stored.manifest.options.get("fields"))
     blocks = needed_blocks(blocks, state.added - state.size if state.remove == "fifo" else 0)
-    return _Buffer(rank, state, Values(stored), blocks, fields)
+    pool = None if state.remove == "fifo" else PoolFiles(stored, state, stored.folder)
+    return _Buffer(rank, state, Values(stored), blocks, fields, pool)
 
 
 def _schema(buffer: _Buffer) -> Schema:
@@ -129,17 +134,15 @@ def _schema(buffer: _Buffer) -> Schema:
 class _Reading:
     """Reads the rows of one buffer."""
 
-    def __init__(self, layout: Layout, tag: int, buffer: _Buffer, marks: tuple[str, ...]) -> None:
+    def __init__(self, layout: Layout, tag: int, buffer: _Buffer, marks: tuple[str, ...], folder: str) -> None:
         self._layout, self._reader, self._buffer, self._marks = layout, PayloadReader(layout, tag), buffer, marks
-        state, values = buffer.state, buffer.values
-        self._ends = Ends(state)
-        self._written = (WrittenBackInAnyOrder if buffer.pooled else WrittenBack)(state, values)
-        self._priorities = values.file(_PRIORITIES) if PRIORITY in marks and state.size else None
+        self._ends, self._folder = Ends(buffer.state), folder
+        self._priorities = buffer.values.file(_PRIORITIES) if PRIORITY in marks and buffer.state.size else None
 
     def batches(self) -> Iterator[Rows]:
         """Yield all rows that come back."""
         state, values = self._buffer.state, self._buffer.values
-        listed = {_LISTED: values.all(_LISTED)} if state.dropped and _LISTED in values.names else {}
+        listed = {LISTED: values.all(LISTED)} if state.dropped and LISTED in values.names else {}
         for rows in self._there():
             back = state.coming_back(listed, rows.marks[EPISODE])
             if back.all():
@@ -150,7 +153,10 @@ class _Reading:
 
     def _there(self) -> Iterator[Rows]:
         state = self._buffer.state
-        found = self._pooled() if self._buffer.pooled else self._in_order()
+        if self._buffer.pool is not None:
+            yield from self._pooled(self._buffer.pool)
+            return
+        found = self._in_order()
         if state.next_obs_columns is None:
             yield from (rows for rows, _ in found)
             return
@@ -163,6 +169,7 @@ class _Reading:
     def _in_order(self) -> Iterator[tuple[Rows, np.ndarray]]:
         state = self._buffer.state
         oldest = due = state.added - state.size
+        written = WrittenBack(state, self._buffer.values)
         for block in self._buffer.blocks:
             low, high = max(block.first, due), min(block.first + block.count, state.added)
             if block.first > due:
@@ -172,25 +179,26 @@ class _Reading:
             arrays = self._arrays(block)
             keys = np.arange(low, high)
             part = {name: array[low - block.first : high - block.first] for name, array in arrays.items()}
-            yield self._rows(part, keys, keys - oldest), part[BEHIND]
+            written.into(part, keys)
+            priorities = None if self._priorities is None else self._priorities.read(low - oldest, len(keys))
+            yield self._rows(part, keys, priorities), part[BEHIND]
             due = high
         if due < state.added:
             raise Damaged(f"{self._layout.directory}: rows from key {due} to {state.added} are in no block")
 
-    def _pooled(self) -> Iterator[tuple[Rows, np.ndarray]]:
+    def _pooled(self, pool: PoolFiles) -> Iterator[Rows]:
         """Yield rows that lie in any order, by their places on the disk."""
-        values, blocks = self._buffer.values, self._buffer.blocks
-        places, named = values.all("pool.at.int64"), values.all("pool.keys.int64")
-        order = np.argsort(places, kind="stable")
-        at, keys = places[order], named[order]
-        of = block_of(at, blocks)
-        if (of < 0).any():
-            raise Damaged(f"{self._layout.directory}: {int((of < 0).sum())} rows are in no block")
-        for number in np.unique(of).tolist():
-            which = np.flatnonzero(of == number)
-            arrays, places = self._arrays(blocks[number]), at[which] - blocks[number].first
-            part = {name: array[places] for name, array in arrays.items()}
-            yield self._rows(part, keys[which], order[which]), part[BEHIND]
+        own = [] if self._priorities is None else [(PRIORITY, np.float64)]
+        with closing(ByBlock(pool, self._folder, own)) as rows:
+            for begin, count in pool.pieces():
+                told = {} if self._priorities is None else {PRIORITY: self._priorities.read(begin, count)}
+                rows.add(begin, told, np.arange(count), count)
+            for number in rows.needed:
+                places, records = rows.of(number)
+                part = {name: array[places] for name, array in self._arrays(pool.blocks[number]).items()}
+                rows.into(part, records)
+                priorities = None if self._priorities is None else records[PRIORITY].copy()
+                yield self._rows(part, records["key"].copy(), priorities)
 
     def _arrays(self, block: Block) -> Arrays:
         ((_, found),) = self._reader.each([block.place])
@@ -205,17 +213,15 @@ class _Reading:
                 arrays[column.name] = unpacked(arrays[column.name], column.shape, column.bits)
         return arrays
 
-    def _rows(self, arrays: Arrays, keys: np.ndarray, places: np.ndarray) -> Rows:
-        """Return rows of a block, with what was changed since; ``places`` is where each stands among all."""
+    def _rows(self, arrays: Arrays, keys: np.ndarray, priorities: np.ndarray | None) -> Rows:
+        """Return rows of a block."""
         schema = self._buffer.state.schema
         assert schema is not None
         columns = {column.name: arrays[column.name] for column in schema.columns}
-        self._written.into(columns, keys)
         marks: dict[str, Any] = {KEY: keys, **{name: arrays[name] for name in _MARKS}}
         marks[END] = self._ends.of(keys, marks[END])
-        if PRIORITY in self._marks:
-            assert self._priorities is not None
-            marks[PRIORITY] = self._priorities.at(places)[:, 0]
+        if priorities is not None:
+            marks[PRIORITY] = priorities
         if RANK in self._marks:
             marks[RANK] = np.full(len(keys), self._buffer.rank, np.int32)
         return Rows(columns, marks)
