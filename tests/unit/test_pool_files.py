@@ -200,6 +200,29 @@ class TestDamaged:
         with pytest.raises(Damaged, match=f"the pool: .*{said}"):
             opened(stored, state)
 
+    @pytest.mark.parametrize("beyond", [True, False])
+    def test_a_key_that_no_row_has_had(self, tmp_path: Path, beyond: bool) -> None:
+        """Each slot has a row still, and its key is one of that slot."""
+        with made(tmp_path / "b", 20, remove="stalest") as buffer:
+            buffer.resume()
+            for _ in range(2):
+                buffer.extend(rows(1, 0, 20))
+                buffer.clear()
+            buffer.extend(rows(1, 0, 20))
+            buffer.extend(rows(1, 20, 5), version=1)
+            buffer.save(1, wait=True)
+        _, _, stored, state = saved(tmp_path / "b")
+        floor, end = state.pool[:2]
+        assert floor == 40
+        assert end > 60
+        keys = array(stored, KEYS)
+        assert opened(stored, state).size == 20
+        other = end if beyond else floor - 1
+        keys[keys % 20 == other % 20] = other
+        keys.tofile(Path(stored.folder) / "values" / KEYS)
+        with pytest.raises(Damaged, match="keys that cannot be theirs"):
+            opened(stored, state)
+
     @pytest.mark.parametrize("name", [KEYS, SERIALS, AT])
     def test_files_that_are_too_short_or_not_there(self, pool: tuple[Stored, BufferState], name: str) -> None:
         stored, state = pool
