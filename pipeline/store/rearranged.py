@@ -3,18 +3,18 @@ of them are in memory."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from pipeline.errors import StoreError, WriteFailed
-from pipeline.store.scratch import unnamed
+from pipeline.store.nameless import Nameless
 
 Ints = np.ndarray
 _WINDOW = 1 << 18
-"""Places whose records are brought into memory together."""
+"""Places whose records are brought into memory together, at the most."""
+_WINDOW_BYTES = 16 << 20
+"""How long these are together, if each place has one; wide records are fewer."""
 
 
 class Rearranged:
@@ -31,14 +31,11 @@ class Rearranged:
         """
         self.kind = np.dtype([("place", np.int64), *fields])
         """Of what is read: the fields, and the place."""
-        self._windows = -(-count // _WINDOW)
-        self._folder, self._handle, self._end = folder, -1, 0
+        self._wide = max(1, min(_WINDOW, _WINDOW_BYTES // self.kind.itemsize))
+        self._windows = -(-count // self._wide)
         self._came: list[tuple[int, int, Ints]] = []  # where records lie, the first window, where each of these begins
         self._read: tuple[int, np.ndarray] = -1, np.empty(0, self.kind)  # the window that was read last
-        try:
-            self._handle = unnamed(folder)
-        except OSError as error:
-            raise WriteFailed(f"{folder}: no file for what lies in another order can be made there: {error}") from error
+        self._file = Nameless(folder)
 
     def put(self, places: Ints, values: Mapping[str, Any]) -> None:
         """Add records [n], by field, at places [n]; of one place several may come.
@@ -48,7 +45,7 @@ class Rearranged:
         """
         if not len(places):
             return
-        windows = places // _WINDOW
+        windows = places // self._wide
         first = int(windows.min())
         if (windows[1:] < windows[:-1]).any():
             narrow = windows - first
@@ -60,19 +57,9 @@ class Rearranged:
         records["place"] = places[order]
         for name, each in values.items():
             records[name] = each[order] if np.ndim(each) else each
-        begins = np.searchsorted(windows[order], np.arange(first, int(windows.max()) + 2))
-        begin = self._end
-        self._write(memoryview(records.view(np.uint8).data))
-        self._came.append((begin, first, begins))
+        begins = np.searchsorted(windows[order], np.arange(first, int(windows.max()) + 2)).astype(np.uint32)
+        self._came.append((self._file.append(memoryview(records.view(np.uint8).data)), first, begins))
         self._read = -1, self._read[1]
-
-    def _write(self, raw: memoryview) -> None:
-        try:
-            while raw:
-                written = os.pwrite(self._handle, raw, self._end)
-                raw, self._end = raw[written:], self._end + written
-        except OSError as error:
-            raise WriteFailed(f"{self._folder}: what lies in another order could not be written: {error}") from error
 
     def read(self, begin: int, count: int) -> np.ndarray:
         """Return the records of places from ``begin`` on, below ``begin + count``: in their order, and of one place in
@@ -82,7 +69,7 @@ class Rearranged:
             StoreError: they cannot be read.
         """
         found = []
-        for window in range(begin // _WINDOW, -(-(begin + count) // _WINDOW)):
+        for window in range(begin // self._wide, -(-(begin + count) // self._wide)):
             records = self._window(window)
             low, high = np.searchsorted(records["place"], (begin, begin + count))
             found.append(records[low:high])
@@ -96,7 +83,7 @@ class Rearranged:
                 at = window - first
                 if 0 <= at < len(begins) - 1 and begins[at] < begins[at + 1]:
                     count = int(begins[at + 1] - begins[at])
-                    raw.append(self._bytes(offset + int(begins[at]) * size, count * size))
+                    raw.append(self._file.read(offset + int(begins[at]) * size, count * size))
             records = np.frombuffer(b"".join(raw), self.kind)
             places = records["place"]
             if (places[1:] < places[:-1]).any():
@@ -104,26 +91,11 @@ class Rearranged:
             self._read = window, records
         return self._read[1]
 
-    def _bytes(self, begin: int, count: int) -> bytes:
-        found = b""
-        try:
-            while len(found) < count and (more := os.pread(self._handle, count - len(found), begin + len(found))):
-                found += more
-        except OSError as error:
-            raise StoreError(f"{self._folder}: what lies in another order could not be read: {error}") from error
-        if len(found) < count:
-            raise StoreError(f"{self._folder}: of what lies in another order {count - len(found)} bytes are gone")
-        return found
-
     def windows(self) -> list[tuple[int, int]]:
         """Return where the places begin that are read together, and how many they are: who goes through all reads these
         one after the other."""
-        return [(window * _WINDOW, _WINDOW) for window in range(self._windows)]
+        return [(window * self._wide, self._wide) for window in range(self._windows)]
 
     def close(self) -> None:
         """Let the file go."""
-        if self._handle >= 0:
-            handle, self._handle = self._handle, -1
-            os.close(handle)
-
-    __del__ = close
+        self._file.close()

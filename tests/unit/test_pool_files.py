@@ -102,8 +102,9 @@ def test_what_there_is_of_each_row_comes_to_its_block(tmp_path: Path, seed: int,
             assert [each.tobytes() for each in arrays["t"]] == [found["t"][row] for row in records["row"]]
             if arrays["image"].dtype != object:
                 assert [each.tobytes() for each in arrays["image"]] == [found["image"][row] for row in records["row"]]
-            alone = {"value": first["value"]}
+            alone, given = {"value": first["value"]}, first["value"].tobytes()
             by_block.into(alone, records)  # of some columns, and what was given stays as it is
+            assert first["value"].tobytes() == given
             assert alone.keys() == {"value"}
             assert alone["value"].tobytes() == arrays["value"].tobytes()
             seen += records["row"].tolist()

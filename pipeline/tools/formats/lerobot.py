@@ -60,7 +60,7 @@ def write(stream: Stream, out: OutFolder) -> None:
     pa, pq = arrow_module(NAME), needed("pyarrow.parquet", NAME, "tools")
     writing = Writing(pa, pq, _pillow(places), stream, places, out)
     out.described.details[_PLACES] = msgspec.to_builtins(places)
-    for rows in episodes(numbered(stream)):
+    for rows in episodes(numbered(stream), out.directory):
         writing.add(rows)
     writing.finish()
 

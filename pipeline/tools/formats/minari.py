@@ -88,7 +88,7 @@ def write(stream: Stream, out: OutFolder) -> None:
     )
     storage.update_metadata({"dataset_id": "forebay/export-v0", "minari_version": version})
     count, keys, straight = 0, -1, True
-    for rows in episodes(stream):
+    for rows in episodes(stream, out.directory):
         key = rows.marks[KEY]
         straight &= bool((np.diff(key) == 1).all()) and keys in (-1, int(key[0]) - 1)
         keys = int(key[-1])

@@ -105,14 +105,9 @@ def transitions_of(opened: Opened, folder: str = "") -> Transitions:
         for buffer in having:
             yield from _Reading(opened.layout, opened.tag, buffer, marks, folder).batches()
 
-    return Transitions(
-        schemas[0],
-        marks,
-        about,
-        batches,
-        sum(block.length for each in having for block in each.blocks),
-        sum(each.state.held for each in having),
-    )
+    nbytes = sum(block.length for each in having for block in each.blocks)
+    total = sum(each.state.held for each in having)
+    return Transitions(schemas[0], marks, about, batches, nbytes, total, total)
 
 
 def _buffer(stored: Stored, rank: int) -> _Buffer:

@@ -127,6 +127,8 @@ class Transitions(NamedTuple):
     """About how many bytes are read for them; 0: not known."""
     total: int | None = None
     """How many; None: not known."""
+    most: int | None = None
+    """At the most so many; None: not known."""
 
 
 class Records(NamedTuple):
