@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.buffer.transitions.columns import Column, Schema
+from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.errors import StoreError, WriteFailed
 from pipeline.store import rearranged
 from pipeline.tools.interchange import by_episode
@@ -23,7 +23,7 @@ SCHEMA = Schema((Column("image", "uint8", (2, 3)), Column("none", "float32", (0,
 
 
 def rows_of(keys: np.ndarray, episode: np.ndarray, end: np.ndarray, rank: np.ndarray | None) -> Rows:
-    columns = {
+    columns: Arrays = {
         "image": (keys[:, None, None] + np.arange(6).reshape(2, 3)).astype(np.uint8),
         "none": np.zeros((len(keys), 0), np.float32),
         "value": keys.astype(np.uint16),
@@ -92,7 +92,7 @@ def endless(batches: int, count: int) -> Iterator[Rows]:
     """Rows of which none ends its episode; an episode has two, and they come together."""
     for first in range(0, batches * count, count):
         keys = np.arange(first, first + count)
-        columns = {
+        columns: Arrays = {
             "image": np.zeros((count, 2, 3), np.uint8),
             "none": np.zeros((count, 0), np.float32),
             "value": keys.astype(np.uint16),

@@ -140,10 +140,10 @@ def test_what_was_written_back_in_any_order_is_found(tmp_path: Path, small: int)
 
 
 def test_a_pool_without_rows_and_a_ring(tmp_path: Path) -> None:
-    for name, options in (("none", {}), ("ring", {"remove": "fifo"})):
-        with made(tmp_path / name, **options) as buffer:
+    for name, remove in (("none", "lifo"), ("ring", "fifo")):
+        with made(tmp_path / name, remove=remove) as buffer:
             buffer.resume()
-            if options:
+            if remove == "fifo":
                 buffer.extend(rows(1, 0, 5))
             buffer.save(1, wait=True)
         _, _, stored, state = saved(tmp_path / name)
