@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import pytest
 
 from pipeline import ReplayBuffer
 from pipeline.errors import ConfigError, Damaged
+from pipeline.store import rearranged
 from pipeline.tools.exporting import export
 from pipeline.tools.formats import lerobot
 from pipeline.tools.formats.arrow_rows import BATCH_BYTES
 from pipeline.tools.importing import import_data
+from pipeline.tools.interchange import by_episode
 from pipeline.tools.interchange.rows_out import transitions_of
 from pipeline.tools.interchange.runs import open_run
 from pipeline.tools.interchange.streams import Transitions, joined
 from tests.support import peers
 from tests.support.kept_runs import bits, gathered, replay_run
+from tests.support.pooled import wander
 
 pa: Any = pytest.importorskip("pyarrow")
 pq: Any = pytest.importorskip("pyarrow.parquet")
@@ -320,6 +324,39 @@ def test_images_are_decoded_some_megabytes_at_a_time(tmp_path: Path) -> None:
     rows = joined(batches)
     assert np.array_equal(rows.columns["obs.image"], pictures)
     assert np.array_equal(rows.columns["action"][:, 0], np.arange(count))
+
+
+def test_files_that_are_whole_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What writes a file is let go with it, however many there are."""
+    run = camera_run(tmp_path / "run", steps=300, size=300)
+    writers: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    make = pq.ParquetWriter
+
+    def made(*args: Any, **more: Any) -> Any:
+        alive.append(sum(each() is not None for each in writers))
+        writer = make(*args, **more)
+        writers.append(weakref.ref(writer))
+        return writer
+
+    monkeypatch.setattr(pq, "ParquetWriter", made)
+    export(run, tmp_path / "out", to="lerobot", part_bytes=1000)
+    assert len(writers) > 20
+    assert max(alive) <= 3
+
+
+def test_episodes_without_an_end_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what goes out is the same."""
+    run = wander(tmp_path / "run", 3, 90, remove="stalest")
+    assert len(run["id"]) > 30
+    export(str(tmp_path / "run"), tmp_path / "one", to="lerobot")
+    monkeypatch.setattr(by_episode, "_MOST_HELD", 0)
+    monkeypatch.setattr(rearranged, "_WINDOW", 7)
+    export(str(tmp_path / "run"), tmp_path / "other", to="lerobot", where=["score>=0"])
+    names = sorted(each.relative_to(tmp_path / "one") for each in (tmp_path / "one").rglob("*.parquet"))
+    for name in names:
+        assert pq.read_table(tmp_path / "one" / name).equals(pq.read_table(tmp_path / "other" / name)), name
+    assert len(names) == 4
 
 
 def test_what_lerobot_cannot_hold_is_told_before_anything_is_written(tmp_path: Path) -> None:

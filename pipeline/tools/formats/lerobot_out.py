@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.errors import ConfigError
-from pipeline.tools.formats.arrow_rows import BATCH_BYTES, carried, schema_of, table_of
+from pipeline.tools.formats.arrow_rows import carried, schema_of, table_of
 from pipeline.tools.formats.folder import OutFolder
 from pipeline.tools.formats.images import png_of
 from pipeline.tools.formats.lerobot_arrow import data_schema, nested_lists
@@ -39,6 +39,7 @@ from pipeline.tools.interchange.streams import END, Rows, Transitions, joined
 FRAME, OF, INDEX, OWN = "#frame", "#of", "#index", "#own-next"
 """Of each row: its frame in its episode, its episode in the dataset, its frame in that, and whether its next
 observation is its own."""
+_HELD_BYTES = 4 << 20  # of rows: what is made of them, with the statistics of their episodes, is many times as much
 _MOST_TASKS = 100_000
 _ENDED = (1, 2)
 
@@ -55,7 +56,7 @@ class Writing:
         self._beside = stream._replace(schema=Schema(tuple(each for each in columns if how[each.name] == BESIDE)))
         nexts = Schema(tuple(each for each in columns if how[each.name] == NEXT))
         self._next = stream._replace(schema=nexts, marks=()) if nexts.columns else None
-        self._most = min(BATCH_BYTES, out.part_bytes)
+        self._most = min(_HELD_BYTES, out.part_bytes)
         self._held: list[Rows] = []
         self._held_bytes = self._frames = self._tasks = 0
         self._waiting: list[Episode] = []
@@ -248,6 +249,7 @@ class _File:
         for number, (path, writer) in enumerate(zip(self._paths, self._writers, strict=False)):
             writer.close()
             self._writing.ended(path, 0 if number else self._count)
+        self._writers.clear()  # which keep what they know of their files
 
 
 def _channels_last(place: Place, images: np.ndarray) -> np.ndarray:
