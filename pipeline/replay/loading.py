@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +92,7 @@ def read_state(
     lazily: bool = False,
     rows: type[UnreadRows] | None = None,
     unread: tuple[str, ...] = (),
+    find: Callable[[Ring, BufferState, Sequence[Block]], list[Block]] | None = None,
 ) -> ReadRows:
     """As :func:`read`, without what was attached; the generation's files were compared with its manifest.
 
@@ -99,6 +100,8 @@ def read_state(
         layout, run_tag, stored, like, lazily: see :func:`read`.
         rows: what brings rows in, if ``lazily``.
         unread: values whose names begin with one of these are not read.
+        find: lets a ring know where its rows lie, if that is in no order and not among the values that are read, and
+            returns the blocks that are needed.
     """
     path = os.path.join(stored.folder, STATE_FILE)
     state, unknown = read_buffer_state(stored.folder)
@@ -113,6 +116,8 @@ def read_state(
     try:
         if isinstance(ring, Pool):
             take_places(ring, state, values)
+        elif find is not None:
+            blocks = find(ring, state, blocks)
         if state.schema is not None:
             if not lazily:
                 _read_rows(PayloadReader(layout, run_tag), ring, state.schema, blocks, layout)
@@ -148,7 +153,10 @@ def _leave_rows(
     rows: type[UnreadRows] | None,
 ) -> None:
     """Have the rows read when they are wanted; check that their blocks are there."""
-    needed = needed_by(ring, blocks, layout) if isinstance(ring, Pool) else needed_blocks(blocks, ring.oldest)
+    if isinstance(ring, Pool):
+        needed = needed_by(ring, blocks, layout)
+    else:
+        needed = list(blocks) if ring.scattered else needed_blocks(blocks, ring.oldest)
     held = HeldSegments(layout, run_tag, needed, stored.manifest.segments)
     ring.begin_unread()
     if isinstance(ring, Pool):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,8 +22,9 @@ from pipeline.buffer.transitions.memory import SparseMemory
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.errors import UsageError
+from pipeline.replay.state import BufferState
 from pipeline.replay.unread import UnreadRows
-from pipeline.replay.values import ValuesFile, WrittenBack
+from pipeline.replay.values import Values, ValuesFile, WrittenBack
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block
 
@@ -33,10 +34,22 @@ _SPAN = 4 << 20
 _HELD = 64  # blocks whose checksums are in memory
 
 
+class Closed(Protocol):
+    """What is open until nothing is drawn any more."""
+
+    def close(self) -> None: ...
+
+
+class Changes(Closed, Protocol):
+    """What was written back into rows whose blocks hold what was there before."""
+
+    def into(self, arrays: Arrays, keys: Ints) -> None: ...
+
+
 class LookedRows(UnreadRows):
     """As :class:`~pipeline.replay.unread.UnreadRows`, of a :class:`LookedRing`."""
 
-    changes: WrittenBack | None = None
+    changes: Changes | None = None
     """What was written back into rows, of which blocks hold what was there before."""
     told: Callable[[int], None] = staticmethod(lambda count: None)
     """Told of the bytes that are read of marks, and of columns, that are not kept."""
@@ -88,9 +101,13 @@ class LookedRows(UnreadRows):
             arrays = checked.read(rows, ranges)
             self.told(sum(each.end - each.begin for each in ranges))
         values = {name: arrays[name]}
-        if self.changes is not None:
-            self.changes.into(values, np.arange(begin, end))
+        self._change(values, begin, end)
         return values[name]
+
+    def _change(self, arrays: Arrays, begin: int, end: int) -> None:
+        """Let count what was written back into rows, of keys that follow each other."""
+        if self.changes is not None:
+            self.changes.into(arrays, np.arange(begin, end))
 
     def _is_whole(self, number: int, count: int) -> bool:
         return super()._is_whole(number, count) or self._check(number).packed
@@ -112,14 +129,16 @@ class LookedRows(UnreadRows):
             self._came(number, piece)
 
     def _place(self, number: int, rows: slice, arrays: Arrays) -> None:
+        arrays, first = self._fit(number, arrays), int(self._firsts[number])
+        self._change(arrays, first + rows.start, first + rows.stop)
+        super()._place(number, rows, arrays)
+
+    def _fit(self, number: int, arrays: Arrays) -> Arrays:
+        """Return rows of a block as they are held."""
         try:
-            arrays = fitting(arrays, self._ring.storage.views, self._schema)
+            return fitting(arrays, self._ring.storage.views, self._schema)
         except (ValueError, zlib.error):  # rows that are compressed are of another length than the columns say
             raise self._held.damaged(self._blocks[number]) from None
-        if self.changes is not None:
-            first = int(self._firsts[number])
-            self.changes.into(arrays, np.arange(first + rows.start, first + rows.stop))
-        super()._place(number, rows, arrays)
 
     def _check(self, number: int) -> CheckedBlock:
         while len(self._checked) > _HELD:
@@ -140,8 +159,12 @@ class LookedRing(Ring):
 
     def __init__(self, storage: TransitionStorage) -> None:
         super().__init__(storage)
-        self.files: list[ValuesFile | WrittenBack] = []
+        self.files: list[Closed] = []
         """What else is read for a draw."""
+
+    def names(self, keys: Ints) -> Ints:
+        """Return the keys that rows have for others."""
+        return keys
 
     def close(self) -> None:
         """Close the files beside the rows."""
@@ -150,6 +173,14 @@ class LookedRing(Ring):
 
     def array(self, name: str, dtype: type[np.generic]) -> np.ndarray:
         return SparseMemory().array(name, (self.capacity,), np.dtype(dtype))
+
+    def selected(self, name: str, file: ValuesFile) -> Any:
+        """Return what a selection has of the rows, oldest first, as it takes that."""
+        return file
+
+    def changes(self, state: BufferState, values: Values) -> Changes:
+        """Return what was written back into rows."""
+        return WrittenBack(state, values)
 
     def _rows(self) -> LookedRows:
         unread = self.storage.unread

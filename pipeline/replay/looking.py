@@ -7,12 +7,13 @@ with.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.memory import SparseMemory
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.sharing import SharedNextObs
@@ -29,6 +30,8 @@ from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.looked import LookedRing, LookedRows
 from pipeline.replay.looked_next import LookedNextObs
+from pipeline.replay.looked_order import window_of
+from pipeline.replay.looked_pool import LookedPool, LookedPoolRows, find_rows
 from pipeline.replay.next_obs import KEYS_FILE
 from pipeline.replay.parts import DRAWING, restore
 from pipeline.replay.rooms import OwnRoom
@@ -40,16 +43,14 @@ from pipeline.replay.trajectory_loading import Reading, Room
 from pipeline.replay.trajectory_loading import read as read_trajectories
 from pipeline.replay.trajectory_shards import read_trajectory_shard
 from pipeline.replay.unread import UnreadRows
-from pipeline.replay.values import Values, ValuesRows, WrittenBack
+from pipeline.replay.values import Values, ValuesRows
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
-from pipeline.store.segments import read_blocks
+from pipeline.store.segments import Block, read_blocks
 
-_SELECTOR, _WRITTEN, _NEXT_OBS = "selector.", "written.", "next_obs."
-_UNREAD = (_SELECTOR, _WRITTEN, _NEXT_OBS)
+_SELECTOR, _WRITTEN, _NEXT_OBS, _POOL = "selector.", "written.", "next_obs.", "pool."
+_UNREAD = (_SELECTOR, _WRITTEN, _NEXT_OBS, _POOL)
 """Values that are read as rows are: of those that are looked at."""
-_TWICE = tuple(f"{VALUES_FOLDER}/selector.{name}." for name in ("priorities", "used"))
-"""Files that are gone through twice, to be checked and to be summed up."""
 
 
 class _LookedAt(ReplayBuffer):
@@ -57,6 +58,12 @@ class _LookedAt(ReplayBuffer):
 
     def __init__(self, options: ReplayOptions, ring: Ring) -> None:
         self._begin(options, _Room(options, ring), None)
+
+    def sample(self, count: int, **more: Any) -> TransitionBatch:
+        batch = super().sample(count, **more)
+        assert isinstance(self.ring, LookedRing)
+        batch.keys = self.ring.names(batch.keys)
+        return batch
 
 
 class _Room(OwnRoom):
@@ -158,14 +165,16 @@ def _looked_at(
     given = _options(state, own.manifest.kind, own.manifest.options)
     if seed is not None:
         given["seed"] = seed
-    if state.remove == "fifo" and not state.dropped:
+    if not state.dropped:
         given.pop("compress", None)  # rows that are drawn are few
+        options = ReplayOptions.build(state.capacity, given)
         storage = TransitionStorage(state.capacity, None, SparseMemory())
-        buffer: ReplayBuffer = _LookedAt(ReplayOptions.build(state.capacity, given), LookedRing(storage))
+        ring = LookedRing(storage) if options.remove.by == "fifo" else LookedPool(storage)
+        buffer: ReplayBuffer = _LookedAt(options, ring)
     else:
         buffer = ReplayBuffer(state.capacity, **given)
     with buffer.gate.lock:
-        found = _read(layout, run_tag, own, buffer, state)
+        found = _read(layout, run_tag, own, buffer, state, told or _nobody)
         try:
             found = _opened(own, found, told)
             parts = buffer._parts(found.ring)
@@ -193,24 +202,51 @@ def bytes_to_look_at(stored: Stored, *, rank: int = 0) -> int:
 
 
 def _bytes_of(own: Stored) -> int:
-    again = sum(info.bytes for info in own.manifest.files if info.path.startswith(_TWICE))
+    def of(*names: str) -> int:
+        begins = tuple(f"{VALUES_FOLDER}/{name}." for name in names)
+        return sum(info.bytes for info in own.manifest.files if info.path.startswith(begins))
+
     state, _ = read_buffer_state(own.folder)
     select = (state.options if own.manifest.kind == PIPELINE else own.manifest.options).get("select")
     by = select.get("by") if isinstance(select, Mapping) else ""
-    looks = 4 * state.size * {"ordered": by in ("stalest", "freshest"), "staleness": 3}.get(state.selection, 0)
+    keys, worth, versions = of("pool.keys"), of("selector.priorities", "selector.used"), 4 * state.size
+    looks = {"ordered": by in ("stalest", "freshest"), "staleness": 3}.get(state.selection, 0) * versions
     if state.selection == "ordered" and by in ("min", "max"):
         looks = sum(block.length for block in read_blocks(os.path.join(own.folder, BLOCKS_FILE)))
-    return sum(info.bytes for info in own.manifest.files) + 2 * again + looks
+    if keys:
+        looks += of("pool.keys", "pool.serials", "pool.at", "selector.order")
+        if state.selection == "staleness" or (worth and state.selection in ("prioritized", "uniform")):
+            windows = -(-state.size // window_of(state.size))
+            looks += windows * keys + (windows - 1) * (worth or versions)
+    return sum(info.bytes for info in own.manifest.files) + 2 * worth + looks
 
 
-def _read(layout: Layout, run_tag: int, own: Stored, buffer: ReplayBuffer, state: BufferState) -> ReadRows:
+def _nobody(count: int) -> None:
+    """Nobody is told."""
+
+
+def _read(
+    layout: Layout,
+    run_tag: int,
+    own: Stored,
+    buffer: ReplayBuffer,
+    state: BufferState,
+    told: Callable[[int], None],
+) -> ReadRows:
     if state.dropped:  # what is left is put together anew
         seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
         read = load_alone(seen, buffer.options, own, buffer.ring).read
         return ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
     if not isinstance(buffer.ring, LookedRing):
         return read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
-    return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD)
+    if not isinstance(buffer.ring, LookedPool):
+        return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD)
+
+    def find(ring: Ring, state: BufferState, blocks: Sequence[Block]) -> list[Block]:
+        assert isinstance(ring, LookedPool)
+        return find_rows(ring, state, own, blocks, told)
+
+    return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedPoolRows, unread=_UNREAD, find=find)
 
 
 def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) -> ReadRows:
@@ -224,12 +260,15 @@ def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) ->
         if name.startswith((_SELECTOR, _NEXT_OBS)):
             of_selector = name.startswith(_SELECTOR)
             ring.files.append(file := values.file(name, told if of_selector else None))
-            opened[name] = file if of_selector or name == KEYS_FILE else ValuesRows(file)
+            if of_selector:
+                opened[name] = ring.selected(name.split(".")[1], file)
+            else:
+                opened[name] = file if name == KEYS_FILE else ValuesRows(file)
     if KEYS_FILE in opened:
         values.rising(KEYS_FILE)
     unread = ring.storage.unread
     if isinstance(unread, LookedRows):
-        unread.changes = WrittenBack(found.state, values)
+        unread.changes = ring.changes(found.state, values)
         unread.told = told or unread.told
         ring.files.append(unread.changes)
     state = msgspec.structs.replace(found.state, written_columns=[])

@@ -77,6 +77,11 @@ def some_rows(arrays: Arrays, which: Any) -> Arrays:
     return {name: array[which] for name, array in arrays.items()}
 
 
+def rows_between(arrays: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """Return rows that follow each other, of columns or of one value for all rows."""
+    return {name: each[begin:end] if isinstance(each, np.ndarray) else each for name, each in arrays.items()}
+
+
 def changed(arrays: Arrays, others: Arrays) -> Arrays:
     """Return columns, of which ``others`` are exchanged or added; bodies stay what they are."""
     found = arrays.copy()

@@ -232,7 +232,7 @@ class OrderedDrawer(Drawer):
             return drawn
         if self._uses is None:
             return self._first(self._listed(count) if starts is None else starts.all(), count)
-        if self._options.by in ("fifo", "lifo") and starts is None and not self.ring.scattered:
+        if self._options.by in ("fifo", "lifo") and starts is None and self.ring.dense:
             keys = self._ends(self._uses, count)
         else:
             keys = self.ring.keys() if starts is None else starts.all()
@@ -249,7 +249,7 @@ class OrderedDrawer(Drawer):
         return open_
 
     def looks_at(self, count: int) -> int:
-        listed = self.ring.scattered or self._options.by not in ("fifo", "lifo")
+        listed = not self.ring.dense or self._options.by not in ("fifo", "lifo")
         return max(count, self.ring.size) if listed or self._uses is not None else count
 
     def before(self) -> Any:
@@ -282,7 +282,7 @@ class OrderedDrawer(Drawer):
     def _listed(self, count: int) -> Ints:
         """Return the keys of all rows, oldest first; where that is the order of the draws, no more than are drawn."""
         ring, by = self.ring, self._options.by
-        if ring.scattered or by not in ("fifo", "lifo") or count > ring.size:
+        if not ring.dense or by not in ("fifo", "lifo") or count > ring.size:
             return ring.keys()
         return np.arange(count) + (ring.oldest if by == "fifo" else ring.added - count)
 

@@ -24,6 +24,48 @@ class Numbers(Protocol):
         """Return the values [n, 1] at places in any order."""
 
 
+class OldestFirst:
+    """Numbers of rows, oldest first, where the slots of these follow another order."""
+
+    def __init__(self, numbers: Numbers, by_slot: Numbers) -> None:
+        """Args:
+        numbers: oldest row first.
+        by_slot: the same, of the row in the first slot first.
+        """
+        self._numbers, self.by_slot = numbers, by_slot
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """As of any numbers."""
+        return self._numbers.read(begin, count)
+
+    def at(self, places: Ints) -> np.ndarray:
+        """As of any numbers."""
+        return self._numbers.at(places)
+
+
+class ByName:
+    """An order of rows of which some may be gone, and whose keys are looked up when they are wanted."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, part: slice) -> Ints:
+        """Return the keys of a slice of it; -1: the row is gone."""
+        raise NotImplementedError
+
+    def check(self, name: str, most: int) -> None:
+        """Refuse an order that is none; ``name`` is what it is called, and ``most`` the largest number that may be in
+        it.
+
+        Raises:
+            ValueError: a row is named twice, or one that never was.
+        """
+        raise NotImplementedError
+
+
 class Parts:
     """Numbers as an array of which slices are taken."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.drawing import Drawer, Ints, Starts
-from pipeline.buffer.transitions.elsewhere import Parts, pieces
+from pipeline.buffer.transitions.elsewhere import ByName, Parts, pieces
 from pipeline.buffer.transitions.given import MOST, distinct, whole, wholes
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.uses import Uses
@@ -119,11 +119,13 @@ class EpochDrawer(Drawer):
         if not self._listed:
             self._order = self._permutation(self.ring.size)
             return
-        taken, open_ = np.concatenate(drawn) if drawn else None, []
+        taken, open_ = np.concatenate(drawn) if drawn else None, np.empty(self.ring.size, self._dtype)
+        count = 0
         for keys in self.ring.pieces():
             left = keys if self._uses is None else keys[self._uses.left(keys, taken) > 0]
-            open_.append((left - self._base).astype(self._dtype))
-        self._order = self._shuffled(np.concatenate(open_) if open_ else np.empty(0, np.int64))
+            open_[count : count + len(left)] = left - self._base
+            count += len(left)
+        self._order = self._shuffled(open_[:count])
 
     def _publish(self) -> None:
         """Let other processes have the list of this epoch."""
@@ -136,7 +138,7 @@ class EpochDrawer(Drawer):
     @property
     def _dtype(self) -> type[np.integer[Any]]:
         """For numbers below that of the rows: half the memory, where it can be."""
-        return np.int64 if self.ring.scattered or self.ring.capacity > 2**32 else np.uint32
+        return np.int64 if not self.ring.dense or self.ring.capacity > 2**32 else np.uint32
 
     def _permutation(self, size: int) -> Ints:
         return self._shuffled(np.arange(size, dtype=self._dtype))
@@ -179,6 +181,10 @@ class EpochDrawer(Drawer):
         most = self.ring.keys_end - 1 - self._base
         if isinstance(given, np.ndarray):
             self._order = distinct("order", wholes("order", given, 0, most))
+            return
+        if isinstance(given, ByName):
+            given.check("order", most)
+            self._order = given
             return
         size, count = self.ring.size, 0
         named = np.zeros(size, bool)  # of rows that are there; of others it does not matter

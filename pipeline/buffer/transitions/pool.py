@@ -34,6 +34,7 @@ class Pool(Ring):
     """Rows in slots 0 to ``size``, and which of them goes next."""
 
     scattered = True
+    dense = False
 
     def __init__(self, storage: TransitionStorage, remove: Remove) -> None:
         super().__init__(storage)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.buffer.transitions.bodies import rows_between
 from pipeline.buffer.transitions.columns import Arrays, Schema
 from pipeline.buffer.transitions.elsewhere import AT_ONCE, Numbers
 from pipeline.buffer.transitions.episodes import Episodes, Marks
@@ -26,6 +27,8 @@ class Ring:
 
     scattered = False
     """Whether rows lie in any order, and none knows its neighbours; see :mod:`pipeline.buffer.transitions.pool`."""
+    dense = True
+    """Whether the keys of the rows that are there follow each other."""
     processes = 0
     """How many processes have joined, where several add rows."""
     numbered = ""
@@ -222,9 +225,9 @@ class Ring:
         skipped = max(0, count - self.capacity)
         begin = (first + skipped) % self.capacity
         room = min(self.capacity - begin, count - skipped)
-        self.storage.write(slice(begin, begin + room), _rows(own, skipped, skipped + room))
+        self.storage.write(slice(begin, begin + room), rows_between(own, skipped, skipped + room))
         if skipped + room < count:
-            self.storage.write(slice(0, count - skipped - room), _rows(own, skipped + room, count))
+            self.storage.write(slice(0, count - skipped - room), rows_between(own, skipped + room, count))
         self.added = first + count
         self.size = min(self.capacity, self.size + count)
         self._trim()
@@ -494,7 +497,3 @@ class Ring:
             chain[:, at] = here
             here = np.where(here >= self.oldest, here + sign * distance[self.slots(here)], here)
         return chain
-
-
-def _rows(arrays: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
-    return {name: each[begin:end] if isinstance(each, np.ndarray) else each for name, each in arrays.items()}

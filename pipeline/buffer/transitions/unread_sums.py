@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.buffer.transitions.elsewhere import Numbers, pieces
+from pipeline.buffer.transitions.elsewhere import Numbers, OldestFirst, pieces
 from pipeline.buffer.transitions.given import check_masses
 from pipeline.buffer.transitions.sums import FAN, Floats, Ints, SumTree, level_sizes
 
@@ -67,7 +67,8 @@ class UnreadSums(SumTree):
         """Args:
         capacity: how many values; those that there are no numbers for are 0.
         numbers: the values before ``of``; that many at the most.
-        begin: the place of the first of them. The others follow, and go on at 0 after the last place.
+        begin: the place of the first of them. The others follow, and go on at 0 after the last place; but if they are
+            :class:`OldestFirst` their slots are their places.
         of: what makes values of numbers, one by one.
         name: what they are called in an error.
 
@@ -76,7 +77,8 @@ class UnreadSums(SumTree):
         """
         check_masses(name, pieces(numbers))
         self.capacity = capacity
-        self._unread: Any = _Leaves(numbers, begin, capacity, of)
+        placed = numbers.by_slot if isinstance(numbers, OldestFirst) else numbers
+        self._unread: Any = _Leaves(placed, begin, capacity, of)
         self._loops = None
         sizes = level_sizes(capacity)
         self._bounds = np.zeros((2, sum(sizes[1:])))

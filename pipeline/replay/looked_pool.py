@@ -1,0 +1,282 @@
+"""Rows of a saved pool that is looked at: as those of a ring (:mod:`pipeline.replay.looked`), of which the disk has
+another order than the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.transitions.bodies import some_rows
+from pipeline.buffer.transitions.columns import Arrays, Column, Schema
+from pipeline.buffer.transitions.elsewhere import Numbers, OldestFirst, pieces
+from pipeline.buffer.transitions.given import wholes
+from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.checkpoint.generations import Stored
+from pipeline.errors import Damaged
+from pipeline.replay.looked import Changes, LookedRing, LookedRows
+from pipeline.replay.looked_order import BySlot, Named, Slots
+from pipeline.replay.pooling import block_of
+from pipeline.replay.state import BufferState
+from pipeline.replay.values import Values, ValuesFile, put_rows, written_files
+from pipeline.store.held import HeldSegments
+from pipeline.store.segments import Block
+
+Ints = np.ndarray
+_POOL = "pool."
+_EACH = 1 << 14
+"""Of so many rows together it is known where what was written back of them begins."""
+
+
+class PoolSlots(Slots):
+    """The slots of a pool's rows, as the keys say that these have."""
+
+    def __init__(self, keys: Numbers, capacity: int) -> None:
+        super().__init__(len(keys))
+        self._keys, self._capacity = keys, capacity
+
+    def pieces(self) -> Iterator[tuple[int, Ints]]:
+        for first, keys in pieces(self._keys):
+            yield first, keys - keys // self._capacity * self._capacity  # in a third of the time of %
+
+
+class LookedPool(LookedRing):
+    """A pool of which rows are drawn one by one, and none is added.
+
+    Rows are known by their places, which count from the oldest on: what is a key of other rings. :meth:`names` tells
+    the key that a row has in the pool.
+    """
+
+    scattered = True
+
+    def __init__(self, storage: TransitionStorage) -> None:
+        super().__init__(storage)
+        self._end = 0
+        self._keys: Any = None
+        self._at: Any = None
+        self.by_place: Slots = Slots(0)
+
+    @property
+    def keys_end(self) -> int:
+        return self._end
+
+    def restore(self, added: int, size: int, cuts: list[int], truncated: Sequence[int] = ()) -> None:
+        super().restore(size, size, cuts, truncated)
+
+    def begin_unread(self) -> None:
+        self.episodes.lengths.start(self.episodes.next, self.episodes.next)
+        self.episodes.note_open()
+
+    def take(self, keys: ValuesFile, at: ValuesFile, end: int, told: Callable[[int], None]) -> None:
+        """Have what says of rows, oldest first, which keys they have, less than ``end``, and where on the disk they
+        lie; ``told`` is told of the bytes that are read where all keys are gone through."""
+        self._keys, self._at, self._end = keys, at, end
+        self.files += [keys, at]
+        self.by_place = PoolSlots(keys, self.capacity)
+        self.by_place.told = told
+
+    def names(self, keys: Ints) -> Ints:
+        found: Ints = self._keys.at(keys)[:, 0].astype(np.int64)
+        return found
+
+    def disk_places(self, keys: Ints) -> Ints:
+        """Return where on the disk rows lie: among all that were ever written."""
+        places: Ints = self._at.at(keys)[:, 0].astype(np.int64)
+        return places
+
+    def slots(self, keys: Ints) -> Ints:
+        slots = self.names(keys) % self.capacity
+        self.by_place.note(slots, keys)
+        return slots
+
+    def key_at(self, slots: Ints) -> Ints:
+        return self.by_place.places(slots)
+
+    def elsewhere(self, name: str) -> Numbers | None:
+        column = super().elsewhere(name)
+        assert column is not None
+        return OldestFirst(column, BySlot(self.by_place, column))
+
+    def selected(self, name: str, file: ValuesFile) -> Any:
+        if name == "order":
+            return Named(self.by_place, file, self._keys, self.capacity)
+        return OldestFirst(file, BySlot(self.by_place, file))
+
+    def changes(self, state: BufferState, values: Values) -> Changes:
+        return WrittenInPool(state, values, self._keys)
+
+
+class LookedPoolRows(LookedRows):
+    """As :class:`~pipeline.replay.looked.LookedRows`, of a :class:`LookedPool`. Blocks are named by the places of their
+    rows on the disk."""
+
+    def __init__(self, ring: LookedPool, schema: Schema, blocks: Sequence[Block], held: HeldSegments) -> None:
+        super().__init__(ring, schema, blocks, held)
+        self._pool = ring
+        none = np.empty(0, np.int64)
+        self._wanted = none, none, none  # disk places, which rise, keys and slots of the rows that are brought in
+        self._part = slice(0, 0)  # those of them that are placed now
+
+    def rows(self, slots: Ints) -> None:
+        keys = self._pool.key_at(slots)
+        at = self._pool.disk_places(keys)
+        order = np.argsort(at, kind="stable")
+        self._wanted = at[order], keys[order], slots[order]
+        self._bring(np.unique(self._piece(at)))
+
+    def peek(self, name: str, keys: Ints) -> np.ndarray:
+        arrays = {name: super().peek(name, self._pool.disk_places(keys))}
+        if self.changes is not None:
+            self.changes.into(arrays, keys)
+        return arrays[name]
+
+    def _change(self, arrays: Arrays, begin: int, end: int) -> None:
+        """It is known of rows by their keys."""
+
+    def _place(self, number: int, rows: slice, arrays: Arrays) -> None:
+        first = int(self._firsts[number])
+        low, high = np.searchsorted(self._wanted[0], (first + rows.start, first + rows.stop)).tolist()
+        self._part = slice(low, high)
+        super()._place(number, rows, some_rows(arrays, self._wanted[0][self._part] - first - rows.start))
+
+    def _homes(self, number: int, rows: slice) -> list[tuple[Any, Ints, slice | Ints]]:
+        keys, slots = (each[self._part] for each in self._wanted[1:])
+        return [(slots, self._pool.names(keys), slice(None))] if len(slots) else []
+
+    def _fit(self, number: int, arrays: Arrays) -> Arrays:
+        fitted = super()._fit(number, arrays)
+        if self.changes is not None:
+            self.changes.into(fitted, self._wanted[1][self._part])
+        return fitted
+
+    def _came(self, number: int, pieces: Ints | int) -> None:
+        """Of a piece other rows may be wanted: it is read again."""
+
+
+class WrittenInPool:
+    """What was changed in rows of a pool after their blocks had been written: as of
+    :class:`~pipeline.replay.values.WrittenBack`, and rows are known by their places, oldest first."""
+
+    def __init__(self, state: BufferState, values: Values, keys: ValuesFile) -> None:
+        """Args:
+        state, values: of the generation.
+        keys: of the rows, oldest first.
+
+        Raises:
+            Damaged: those of the rows that were changed are in another order, or a column is none.
+        """
+        self._keys = keys
+        self._columns: list[tuple[Column, ValuesFile, ValuesFile, Ints]] = []
+        for column, name, changed in written_files(state, values, None):
+            of = values.file(name)
+            self._columns.append((column, of, changed, self._begins(of, name)))
+
+    def _begins(self, of: ValuesFile, name: str) -> Ints:
+        """Return how many rows were changed that are older than every so many."""
+        begins = np.zeros(-(-len(self._keys) // _EACH) + 1, np.int64)
+        for part in range(len(begins) - 1):
+            first, begin = part * _EACH, int(begins[part])
+            count = min(_EACH, len(self._keys) - first)
+            next_ = of.read(begin, min(count, len(of) - begin))
+            there = np.isin(next_, self._keys.read(first, count)) if len(next_) else np.empty(0, bool)
+            own = int(there.sum())
+            begins[part + 1] = begin + own
+            if not there[:own].all():
+                raise Damaged(f"values/{name}: the keys in it are in no order")
+        if begins[-1] != len(of):
+            raise Damaged(f"values/{name}: the keys in it are in no order")
+        return begins
+
+    def close(self) -> None:
+        """Close the files."""
+        for _, of, changed, _ in self._columns:
+            of.close()
+            changed.close()
+
+    def into(self, arrays: Arrays, keys: Ints) -> None:
+        """Let it count in rows [n], of some columns; ``keys`` are their places, in any order."""
+        for column, of, changed, begins in self._columns:
+            if column.name not in arrays:
+                continue
+            parts = keys // _EACH
+            for part in np.unique(parts[begins[parts] < begins[parts + 1]]).tolist():
+                begin, end = begins[part : part + 2].tolist()
+                rows = np.flatnonzero(parts == part)
+                names = of.read(begin, end - begin)
+                order = np.argsort(names)
+                own = self._keys.at(keys[rows])[:, 0]
+                at = np.minimum(np.searchsorted(names, own, sorter=order), len(order) - 1)
+                named = names[order[at]] == own
+                values = changed.at(begin + order[at[named]], prod(column.shape))
+                array = arrays[column.name] = arrays[column.name].copy()
+                put_rows(array, rows[named], values.reshape(-1, *column.shape))
+
+
+def find_rows(
+    ring: LookedPool, state: BufferState, stored: Stored, blocks: Sequence[Block], told: Callable[[int], None]
+) -> list[Block]:
+    """Let a pool know where its rows lie, whose counters are there; return the blocks in which they do. What is read is
+    checked.
+
+    Raises:
+        ValueError, LookupError: it does not fit together.
+        Damaged: rows are in no block.
+    """
+    values = Values(stored)
+    named = {name.rpartition(".")[0]: name for name in values.names if name.startswith(_POOL)}
+    keys, serials, at = (named[f"{_POOL}{name}"] for name in ("keys", "serials", "at"))
+    with closing(values.file(keys, told)) as file:
+        _check_keys(file, state, ring.capacity)
+    with closing(values.file(serials, told)) as file:
+        last = -1
+        for first, piece in _counted("serials", file, state.size, 0, state.added - 1):
+            if (np.diff(piece, prepend=last) <= 0).any():
+                raise ValueError(f"{_POOL}serials: from {first} on they do not rise")
+            last = int(piece[-1])
+    with closing(values.file(at, told)) as file:
+        blocks = sorted(blocks, key=lambda block: block.first)
+        needed = _needed(_counted("at", file, state.size, -1, state.pool[3] - 1), blocks, stored)
+    ring.take(values.file(keys), values.file(at), state.pool[1], told)
+    return needed
+
+
+def _counted(name: str, file: ValuesFile, count: int, least: int, most: int) -> Iterator[tuple[int, Ints]]:
+    """Yield so many whole numbers piece by piece."""
+    if len(file) != count:
+        raise ValueError(f"{_POOL}{name} has {len(file)} values; {count} are needed")
+    for first, piece in pieces(file):
+        yield first, wholes(f"{_POOL}{name}", piece, least, most, first=first)
+
+
+def _check_keys(keys: ValuesFile, state: BufferState, capacity: int) -> None:
+    floor, end = state.pool[:2]
+    if floor % capacity:
+        raise ValueError(f"keys are said to begin with {floor}, of slots {capacity}")
+    filled = np.zeros(state.size, bool)
+    for _, piece in _counted("keys", keys, state.size, floor, end - 1):
+        slots = piece % capacity
+        filled[slots[slots < state.size]] = True
+    if not filled.all():
+        raise ValueError(f"{state.size} rows do not lie in {len(keys)} slots")
+
+
+def _needed(at: Iterator[tuple[int, Ints]], blocks: Sequence[Block], stored: Stored) -> list[Block]:
+    """Return those of the blocks, which are in their order, in which rows lie."""
+    firsts, counts = (np.array([getattr(each, name) for each in blocks], np.int64) for name in ("first", "count"))
+    begins = np.cumsum(counts) - counts
+    used, there, missing, found = np.zeros(len(blocks), bool), np.zeros(int(counts.sum()), bool), 0, 0
+    for _, piece in at:
+        of = block_of(piece, blocks)
+        inside = of >= 0
+        of, piece = of[inside], piece[inside]
+        used[of] = True
+        there[begins[of] + piece - firsts[of]] = True
+        found, missing = found + len(piece), missing + len(inside) - len(piece)
+    if found != np.count_nonzero(there):
+        raise ValueError(f"{_POOL}at: a place is there more than once")
+    if missing:
+        raise Damaged(f"{stored.folder}: the generation lists no block of {missing} of its rows")
+    return [block for block, is_used in zip(blocks, used.tolist(), strict=True) if is_used]
