@@ -180,11 +180,13 @@ class WrittenInPool:
         for part in range(len(begins) - 1):
             first, begin = part * _EACH, int(begins[part])
             count = min(_EACH, len(self._keys) - first)
-            next_ = of.read(begin, min(count, len(of) - begin))
-            there = np.isin(next_, self._keys.read(first, count)) if len(next_) else np.empty(0, bool)
+            next_, keys = of.read(begin, min(count, len(of) - begin)), self._keys.read(first, count)
+            order = np.argsort(keys)
+            rows = order[np.minimum(np.searchsorted(keys, next_, sorter=order), count - 1)]
+            there = keys[rows] == next_
             own = int(there.sum())
             begins[part + 1] = begin + own
-            if not there[:own].all():
+            if not there[:own].all() or (np.diff(rows[:own]) <= 0).any():
                 raise Damaged(f"values/{name}: the keys in it are in no order")
         if begins[-1] != len(of):
             raise Damaged(f"values/{name}: the keys in it are in no order")

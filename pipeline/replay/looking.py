@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from pipeline.buffer.transitions.batch import TransitionBatch
 from pipeline.buffer.transitions.memory import SparseMemory
@@ -80,10 +81,15 @@ class _Room(OwnRoom):
         """What rows weigh stays where it lies."""
 
     def tree(self, capacity: int) -> SumTree:
-        return SumTree(capacity, fast=False)  # one draw is not worth the import of a compiler
+        # One draw is not worth the import of a compiler; and nobody sets values, but for those of rows that are new.
+        return SumTree(capacity, fast=False, memory=_sparse)
 
     def next_obs(self, ring: Ring) -> SharedNextObs:
         return LookedNextObs(ring, self._options.fields)
+
+
+def _sparse(count: int) -> np.ndarray:
+    return SparseMemory().array("sums", (count,), np.dtype(np.float64))
 
 
 class _Folder(NamedTuple):
@@ -169,12 +175,13 @@ def _looked_at(
         given.pop("compress", None)  # rows that are drawn are few
         options = ReplayOptions.build(state.capacity, given)
         storage = TransitionStorage(state.capacity, None, SparseMemory())
-        ring = LookedRing(storage) if options.remove.by == "fifo" else LookedPool(storage)
-        buffer: ReplayBuffer = _LookedAt(options, ring)
+        like: Ring = LookedRing(storage) if options.remove.by == "fifo" else LookedPool(storage)
+        buffer: ReplayBuffer = _LookedAt(options, LookedRing(TransitionStorage(1)))
     else:
         buffer = ReplayBuffer(state.capacity, **given)
+        like = buffer.ring
     with buffer.gate.lock:
-        found = _read(layout, run_tag, own, buffer, state, told or _nobody)
+        found = _read(layout, run_tag, own, buffer.options, like, state, told or _nobody)
         try:
             found = _opened(own, found, told)
             parts = buffer._parts(found.ring)
@@ -186,7 +193,7 @@ def _looked_at(
             _close(found.ring)
             raise
         if seed is not None:
-            parts = parts._replace(rng=buffer._parts(found.ring).rng)
+            parts = parts._replace(rng=buffer._room.rng())
     buffer.use_parts(parts)
     return buffer
 
@@ -229,24 +236,23 @@ def _read(
     layout: Layout,
     run_tag: int,
     own: Stored,
-    buffer: ReplayBuffer,
+    options: ReplayOptions,
+    like: Ring,
     state: BufferState,
     told: Callable[[int], None],
 ) -> ReadRows:
     if state.dropped:  # what is left is put together anew
         seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
-        read = load_alone(seen, buffer.options, own, buffer.ring).read
+        read = load_alone(seen, options, own, like).read
         return ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
-    if not isinstance(buffer.ring, LookedRing):
-        return read_state(layout, run_tag, own, buffer.ring, lazily=not buffer.options.compress)
-    if not isinstance(buffer.ring, LookedPool):
-        return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedRows, unread=_UNREAD)
+    if not isinstance(like, LookedPool):
+        return read_state(layout, run_tag, own, like, lazily=True, rows=LookedRows, unread=_UNREAD)
 
     def find(ring: Ring, state: BufferState, blocks: Sequence[Block]) -> list[Block]:
         assert isinstance(ring, LookedPool)
         return find_rows(ring, state, own, blocks, told)
 
-    return read_state(layout, run_tag, own, buffer.ring, lazily=True, rows=LookedPoolRows, unread=_UNREAD, find=find)
+    return read_state(layout, run_tag, own, like, lazily=True, rows=LookedPoolRows, unread=_UNREAD, find=find)
 
 
 def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) -> ReadRows:

@@ -4,19 +4,24 @@ selection looks at and whichever rows go first; and nothing as long as its rows 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline import ReplayBuffer, Starved
+from pipeline import ConfigError, ReplayBuffer, Starved
 from pipeline.buffer.transitions import elsewhere, unread_sums
 from pipeline.checkpoint.generations import find_generations
+from pipeline.errors import Damaged
 from pipeline.replay import looked, looked_order, looked_pool
 from pipeline.replay.looked_pool import LookedPool
 from pipeline.replay.looking import look_at
 from pipeline.store.layout import Layout
+from pipeline.tools import sample_run
+from tests.support.opening import reseal
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
 SEEDS = range(200) if SOAK else range(6)
@@ -99,11 +104,11 @@ def draw(buffer: ReplayBuffer, count: int) -> Any:
     return batch.keys.tolist(), columns, marks
 
 
-def seen(directory: str) -> ReplayBuffer:
+def seen(directory: str, *, seed: int | None = None) -> ReplayBuffer:
     layout = Layout(directory)
     run = layout.read_run()
     assert run is not None
-    return look_at(layout, run.tag, find_generations(layout, run.run_id).complete[-1])
+    return look_at(layout, run.tag, find_generations(layout, run.run_id).complete[-1], seed=seed)
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +141,187 @@ def test_what_comes_next_is_drawn(run_directory: str, selection: str, removal: s
             assert len(found) == len(real)
             for count in (1, 5, 3, 10, 2, 7):
                 assert draw(found, count) == draw(real, count), (seed, count)
+
+
+@pytest.mark.parametrize("by", ["fifo", "lifo", "stalest", "min"])
+def test_more_than_there_are_are_refused(run_directory: str, by: str) -> None:
+    select = {"select": "ordered", "by": by, **({"field": "reward"} if by == "min" else {})}
+    with ReplayBuffer(30, directory=run_directory, select=select, remove="lifo") as buffer:
+        buffer.resume()
+        buffer.extend(rows(np.random.default_rng(1), 20, big=False))
+        buffer.save(1, wait=True)
+        found = seen(run_directory)
+        assert draw(found, 21) == draw(buffer, 21)
+        assert draw(found, 20) == draw(buffer, 20)
+
+
+def test_an_empty_pool(run_directory: str) -> None:
+    with ReplayBuffer(30, directory=run_directory, remove="lifo") as buffer:
+        buffer.resume()
+        buffer.save(1, wait=True)
+        assert len(seen(run_directory)) == 0
+        buffer.extend(rows(np.random.default_rng(1), 20, big=False))
+        buffer.clear()
+        buffer.save(2, wait=True)
+    with pytest.raises(Starved):
+        sample_run(run_directory, 3)
+
+
+def test_sequences_are_refused_as_of_a_pool(run_directory: str) -> None:
+    lived(run_directory, {"select": "uniform"}, {"remove": "lifo"}, 1, 50)
+    with pytest.raises(ConfigError, match="none knows its neighbours"):
+        seen(run_directory).sample(2, n_step=3, gamma=0.9)
+
+
+def test_another_seed(run_directory: str) -> None:
+    lived(run_directory, {"select": "prioritized"}, {"remove": "lowest_priority"}, 3, 50)
+    drawn = [draw(seen(run_directory, seed=seed), 9) for seed in (7, 7, 8, None)]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(keys) for keys, *_ in drawn}) == 3
+
+
+def test_an_order_of_which_hardly_any_row_is_left(run_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are gone are looked up many at a time."""
+    select = {"select": "without_replacement"}
+    with ReplayBuffer(400, directory=run_directory, select=select, remove={"by": "min", "field": "x"}) as buffer:
+        buffer.resume()
+        buffer.extend({"x": np.arange(400)})
+        buffer.sample(5)
+        buffer.extend({"x": np.arange(1000, 1395)})
+        buffer.save(1, wait=True)
+        found = seen(run_directory)
+        looks: list[int] = []
+        real = looked_order.Slots._found
+
+        def noted(self: looked_order.Slots, slots: np.ndarray) -> np.ndarray:
+            looks.append(len(slots))
+            return real(self, slots)
+
+        monkeypatch.setattr(looked_order.Slots, "_found", noted)
+        for count in (1, 3, 2, 200):
+            assert draw(found, count) == draw(buffer, count)
+    assert max(looks) < 100
+    assert len(looks) < 40
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_what_is_read_is_told(run_directory: str, selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looked_order, "_LEAST", 700)
+    with ReplayBuffer(3000, directory=run_directory, select=SELECTIONS[selection], remove="lifo") as buffer:
+        buffer.resume()
+        buffer.extend(rows(np.random.default_rng(1), 3000, big=False), version=3)
+        draw(buffer, 5)
+        buffer.save(1, wait=True)
+    told: list[tuple[int, int]] = []
+    sample_run(run_directory, 8, told=lambda *each: told.append(each))
+    done, totals = zip(*told, strict=True)
+    assert len(set(totals)) == 1
+    assert sorted(done) == list(done)
+    assert 0.6 * totals[0] < done[-1] <= totals[0]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_nothing_is_as_long_as_the_rows(run_directory: str, selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a bit or two of each, where they are checked, sums of a sixteenth of them, and an epoch's order."""
+    count = 200_000
+    for place, name, value in (
+        (elsewhere, "AT_ONCE", 1 << 12),
+        (unread_sums, "_AT_ONCE", 1 << 12),
+        (looked, "_SPAN", 1 << 16),
+        (looked_order, "_LEAST", 1 << 12),
+        (looked_order, "_KNOWN", 1 << 12),
+        (looked_pool, "_EACH", 1 << 12),
+    ):
+        monkeypatch.setattr(place, name, value)
+    with ReplayBuffer(count, directory=run_directory, select=SELECTIONS[selection], remove="lifo") as buffer:
+        buffer.resume()
+        buffer.extend(rows(np.random.default_rng(1), count, big=False), version=3)
+        draw(buffer, 5)
+        buffer.save(1, wait=True)
+        expected = draw(buffer, 4)
+    tracemalloc.start()
+    drawn = draw(seen(run_directory), 4)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert drawn == expected
+    order = 4 * count if "epoch" in selection else 0
+    assert most < 4_500_000 + 4 * count + order  # 4 MB of a file are compared with its manifest at a time
+
+
+def first(value: Any) -> Callable[[np.ndarray], np.ndarray]:
+    def changed(array: np.ndarray) -> np.ndarray:
+        array = array.copy()
+        array[0] = array[1] if value is None else value
+        return array
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("part", "change_to"),
+    [
+        ("pool.keys.int64", first(-1)),
+        ("pool.keys.int64", first(None)),
+        ("pool.keys.int64", first(10**6)),
+        ("pool.keys.int64", lambda array: array + 1),
+        ("pool.keys.int64", lambda array: array[:-1]),
+        ("pool.serials.int64", first(None)),
+        ("pool.serials.int64", first(-1)),
+        ("pool.serials.int64", lambda array: array + 10**6),
+        ("pool.serials.int64", lambda array: array[1:]),
+        ("pool.at.int64", first(None)),
+        ("pool.at.int64", first(-1)),
+        ("pool.at.int64", first(-2)),
+        ("pool.at.int64", first(10**6)),
+        ("pool.at.int64", lambda array: array[1:]),
+        ("selector.order.int64", first(None)),
+        ("selector.order.int64", first(-1)),
+        ("selector.order.int64", first(10**6)),
+        ("selector.used.uint32", lambda array: array[1:]),
+    ],
+)
+def test_what_does_not_fit_together_is_damaged(run_directory: str, part: str, change_to: Any) -> None:
+    """Where checksums fit, as whoever wrote it was wrong."""
+    options: dict[str, Any] = {"select": {"select": "without_replacement", "uses": 2}, "remove": "lifo"}
+    with ReplayBuffer(40, directory=run_directory, **options) as buffer:
+        buffer.resume()
+        buffer.extend(rows(np.random.default_rng(1), 40, big=False))
+        buffer.sample(5)
+        buffer.save(1, wait=True)
+    path = Path(reseal(run_directory), "values", part)
+    change_to(np.fromfile(path, part.rpartition(".")[2])).tofile(path)
+    reseal(run_directory)
+    with pytest.raises(Damaged) as wrong:
+        seen(run_directory)
+    with ReplayBuffer(40, directory=run_directory, **options) as real, pytest.raises(Damaged) as expected:
+        real.resume()
+    assert str(wrong.value) == str(expected.value) or "in order" not in part
+
+
+def test_priorities_that_are_no_numbers_are_named_as_a_resume_names_them(run_directory: str) -> None:
+    options: dict[str, Any] = {"select": "prioritized", "remove": "lowest_priority"}
+    lived(run_directory, options["select"], {"remove": options["remove"]}, 3, 50)
+    path = Path(reseal(run_directory), "values", "selector.priorities.float64")
+    given = np.fromfile(path)
+    given[3] = np.nan
+    given.tofile(path)
+    reseal(run_directory)
+    with pytest.raises(Damaged, match=r"priorities\[3\] is nan"):
+        seen(run_directory)
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [0, 1, 2, 2], [0, 1, 2]])
+def test_what_was_written_back_is_in_the_order_of_the_rows(run_directory: str, order: list[int]) -> None:
+    with ReplayBuffer(40, directory=run_directory, remove="lifo") as buffer:
+        buffer.resume()
+        buffer.extend({"x": np.arange(40)})
+        buffer.save(1, wait=True)
+        buffer.write_back(np.array([3, 5, 20, 30]), {"x": np.zeros(4, np.int64)})
+        buffer.save(2, wait=True)
+    keys = np.array([3, 5, 20, 30])[order] + (100 if len(order) == 3 else 0)
+    folder = Path(reseal(run_directory), "values")
+    keys.tofile(folder / "written.0.keys.int64")
+    np.zeros(len(keys), np.int64).tofile(folder / "written.0.values.int64")
+    reseal(run_directory)
+    with pytest.raises(Damaged, match="in no order"):
+        seen(run_directory)

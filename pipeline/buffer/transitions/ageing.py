@@ -82,12 +82,10 @@ class AgeingDrawer(Drawer):
         return {"reference": self._reference}
 
     def load(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        self._tree, self._reference = (
-            self._new_tree(self.ring.capacity),
-            whole("reference", state.get("reference", 0), 0, MOST),
-        )
-        self._tree.empty()
+        self._reference = whole("reference", state.get("reference", 0), 0, MOST)
         versions = self.ring.elsewhere(VERSION)
+        self._tree = self._new_tree(self.ring.capacity if versions is None else 1)  # one or the other is in memory
+        self._tree.empty()
         if versions is None:
             self._place_all()
             return

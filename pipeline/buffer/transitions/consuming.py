@@ -122,6 +122,7 @@ class ConsumingDrawer(Drawer):
             self._place_all()
             return
         self._pending = ring.added
+        self._tree = self._new_tree(1)  # one or the other is in memory
         self._tree = UnreadSums(ring.capacity, used, ring.oldest % ring.capacity, of=self._open, name="used")
 
     def _open(self, used: Floats) -> Floats:

@@ -201,7 +201,9 @@ class PriorityDrawer(Drawer):
 
     def load(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """As of any drawer; the priorities may lie elsewhere, and stay there."""
-        self.tree = self._new_tree(self.ring.capacity)
+        given: Any = arrays.get("priorities")
+        unread = bool(state) and self.ring.size > 0 and not isinstance(given, np.ndarray | None)
+        self.tree = self._new_tree(1 if unread else self.ring.capacity)  # one or the other is in memory
         self.tree.empty()
         if not state:  # rows that were drawn in another way before: all of them are new here
             self._pending = self.ring.oldest
@@ -209,14 +211,13 @@ class PriorityDrawer(Drawer):
         was = mass("alpha", state.get("alpha", self.options.alpha))
         self.batches = whole("batches", state["batches"], 0, MOST)
         self._floor_until = whole("floor_until", state.get("floor_until", 0), 0, MOST)
-        given = np.array([mass("ever", state["ever"]), mass("floor", state.get("floor", 0.0))])
-        self._ever, self._floor = self._of_alpha(was, given).tolist()
+        known = np.array([mass("ever", state["ever"]), mass("floor", state.get("floor", 0.0))])
+        self._ever, self._floor = self._of_alpha(was, known).tolist()
         self._pending = self.ring.added
         if not self.ring.size:
             return
-        given = arrays["priorities"]
-        if isinstance(given, np.ndarray):
-            self._load(self._of_alpha(was, masses("priorities", given)))
+        if not unread:
+            self._load(self._of_alpha(was, masses("priorities", arrays["priorities"])))
             return
         begin, of = self.ring.oldest % self.ring.capacity, partial(self._of_alpha, was)
         self.tree = UnreadSums(self.ring.capacity, given, begin, of=of, name="priorities")
