@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.elsewhere import ByName, Numbers, pieces
 from pipeline.buffer.transitions.given import wholes
+from pipeline.replay.row_set import RowSet
 
 Ints = np.ndarray
 _WINDOWS = 8
@@ -170,10 +171,8 @@ class Named(ByName):
 
     def check(self, name: str, most: int) -> None:
         """As of any order."""
-        named, count = np.zeros(self._capacity, bool), 0  # when an epoch begins, its rows are in different slots
+        named = RowSet(self._capacity)  # when an epoch begins, its rows are in different slots
         for first, piece in pieces(self._given):
-            slots = wholes(name, piece, 0, most, first=first).astype(np.int64) % self._capacity
-            named[slots] = True
-            count += len(slots)
-        if count > np.count_nonzero(named):
+            named.add(wholes(name, piece, 0, most, first=first).astype(np.int64) % self._capacity)
+        if len(self) > len(named):
             raise ValueError(f"{name}: a row is there more than once")

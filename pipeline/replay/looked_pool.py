@@ -20,8 +20,9 @@ from pipeline.errors import Damaged
 from pipeline.replay.looked import Changes, LookedRing, LookedRows
 from pipeline.replay.looked_order import BySlot, Named, Slots
 from pipeline.replay.pooling import block_of
+from pipeline.replay.row_set import RowSet
 from pipeline.replay.state import BufferState
-from pipeline.replay.values import Values, ValuesFile, put_rows, written_files
+from pipeline.replay.values import Values, ValuesFile, WrittenBackInAnyOrder, put_rows, written_files
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block
 
@@ -166,16 +167,28 @@ class WrittenInPool:
         keys: of the rows, oldest first.
 
         Raises:
-            Damaged: those of the rows that were changed are in another order, or a column is none.
+            ValueError: rows are named that never were.
+            Damaged: a column is none.
         """
         self._keys = keys
         self._columns: list[tuple[Column, ValuesFile, ValuesFile, Ints]] = []
+        others = []
         for column, name, changed in written_files(state, values, None):
             of = values.file(name)
-            self._columns.append((column, of, changed, self._begins(of, name)))
+            for first, piece in pieces(of):
+                wholes(f"written keys of {column.name}", piece, 0, state.pool[1] - 1, first=first)
+            begins = self._begins(of)
+            if begins is None:
+                others.append(column.name)
+                of.close()
+                changed.close()
+            else:
+                self._columns.append((column, of, changed, begins))
+        self._others = WrittenBackInAnyOrder(state, values, others)
 
-    def _begins(self, of: ValuesFile, name: str) -> Ints:
-        """Return how many rows were changed that are older than every so many."""
+    def _begins(self, of: ValuesFile) -> Ints | None:
+        """Return how many rows were changed that are older than every so many; None: they are not named oldest first,
+        as they usually are."""
         begins = np.zeros(-(-len(self._keys) // _EACH) + 1, np.int64)
         for part in range(len(begins) - 1):
             first, begin = part * _EACH, int(begins[part])
@@ -187,10 +200,8 @@ class WrittenInPool:
             own = int(there.sum())
             begins[part + 1] = begin + own
             if not there[:own].all() or (np.diff(rows[:own]) <= 0).any():
-                raise Damaged(f"values/{name}: the keys in it are in no order")
-        if begins[-1] != len(of):
-            raise Damaged(f"values/{name}: the keys in it are in no order")
-        return begins
+                return None
+        return begins if begins[-1] == len(of) else None
 
     def close(self) -> None:
         """Close the files."""
@@ -200,6 +211,7 @@ class WrittenInPool:
 
     def into(self, arrays: Arrays, keys: Ints) -> None:
         """Let it count in rows [n], of some columns; ``keys`` are their places, in any order."""
+        self._others.into(arrays, self._keys.at(keys)[:, 0])
         for column, of, changed, begins in self._columns:
             if column.name not in arrays:
                 continue
@@ -257,11 +269,11 @@ def _check_keys(keys: ValuesFile, state: BufferState, capacity: int) -> None:
     floor, end = state.pool[:2]
     if floor % capacity:
         raise ValueError(f"keys are said to begin with {floor}, of slots {capacity}")
-    filled = np.zeros(state.size, bool)
+    filled = RowSet(state.size)
     for _, piece in _counted("keys", keys, state.size, floor, end - 1):
         slots = piece % capacity
-        filled[slots[slots < state.size]] = True
-    if not filled.all():
+        filled.add(slots[slots < state.size])
+    if len(filled) < state.size:
         raise ValueError(f"{state.size} rows do not lie in {len(keys)} slots")
 
 
@@ -269,15 +281,15 @@ def _needed(at: Iterator[tuple[int, Ints]], blocks: Sequence[Block], stored: Sto
     """Return those of the blocks, which are in their order, in which rows lie."""
     firsts, counts = (np.array([getattr(each, name) for each in blocks], np.int64) for name in ("first", "count"))
     begins = np.cumsum(counts) - counts
-    used, there, missing, found = np.zeros(len(blocks), bool), np.zeros(int(counts.sum()), bool), 0, 0
+    used, there, missing, found = np.zeros(len(blocks), bool), RowSet(int(counts.sum())), 0, 0
     for _, piece in at:
         of = block_of(piece, blocks)
         inside = of >= 0
         of, piece = of[inside], piece[inside]
         used[of] = True
-        there[begins[of] + piece - firsts[of]] = True
+        there.add(begins[of] + piece - firsts[of])
         found, missing = found + len(piece), missing + len(inside) - len(piece)
-    if found != np.count_nonzero(there):
+    if found != len(there):
         raise ValueError(f"{_POOL}at: a place is there more than once")
     if missing:
         raise Damaged(f"{stored.folder}: the generation lists no block of {missing} of its rows")

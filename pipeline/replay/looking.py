@@ -183,9 +183,9 @@ def _looked_at(
     with buffer.gate.lock:
         found = _read(layout, run_tag, own, buffer.options, like, state, told or _nobody)
         try:
-            found = _opened(own, found, told)
             parts = buffer._parts(found.ring)
             try:
+                found = _opened(own, found, told)
                 restore(parts, buffer.options, found.state, found.values)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise Damaged(f"{own.folder}: the buffer's state does not fit together ({error!r})") from None

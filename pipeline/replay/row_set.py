@@ -43,8 +43,8 @@ class RowSet:
         return bits[begin - 8 * low : end - 8 * low].astype(bool)
 
     def __len__(self) -> int:
-        begins, ends = self.stretches()
-        return int((ends - begins).sum())
+        pieces = (self._bits[at : at + _PIECE] for at in range(0, len(self._bits), _PIECE))
+        return sum(int(np.count_nonzero(np.unpackbits(piece))) for piece in pieces)
 
     def stretches(self) -> tuple[Ints, Ints]:
         """Return where the stretches of rows that are in it begin [k], rising, and where they end, which has none."""
