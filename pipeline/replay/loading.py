@@ -100,8 +100,8 @@ def read_state(
         layout, run_tag, stored, like, lazily: see :func:`read`.
         rows: what brings rows in, if ``lazily``.
         unread: values whose names begin with one of these are not read.
-        find: lets a ring know where its rows lie, if that is in no order and not among the values that are read, and
-            returns the blocks that are needed.
+        find: lets a ring know which rows it has, and where these lie, if its counters and the values that are read do
+            not say so; and returns the blocks in which they lie.
     """
     path = os.path.join(stored.folder, STATE_FILE)
     state, unknown = read_buffer_state(stored.folder)
@@ -116,14 +116,17 @@ def read_state(
     try:
         if isinstance(ring, Pool):
             take_places(ring, state, values)
-        elif find is not None:
-            blocks = find(ring, state, blocks)
+        needed = None if find is None else find(ring, state, blocks)
         if state.schema is not None:
             if not lazily:
                 _read_rows(PayloadReader(layout, run_tag), ring, state.schema, blocks, layout)
                 ring.relink()
             elif ring.size:
-                _leave_rows(layout, run_tag, ring, state.schema, blocks, stored, rows)
+                if isinstance(ring, Pool):
+                    needed = needed_by(ring, blocks, layout)
+                elif needed is None:
+                    needed = needed_blocks(blocks, ring.oldest)
+                _leave_rows(layout, run_tag, ring, state.schema, needed, stored, rows)
     except (LookupError, ValueError) as error:
         raise Damaged(f"{path}: the rows do not fit together ({error})") from None
     return ReadRows(state, unknown, blocks, values, ring)
@@ -148,15 +151,11 @@ def _leave_rows(
     run_tag: int,
     ring: Ring,
     schema: Schema,
-    blocks: Sequence[Block],
+    needed: Sequence[Block],
     stored: Stored,
     rows: type[UnreadRows] | None,
 ) -> None:
     """Have the rows read when they are wanted; check that their blocks are there."""
-    if isinstance(ring, Pool):
-        needed = needed_by(ring, blocks, layout)
-    else:
-        needed = list(blocks) if ring.scattered else needed_blocks(blocks, ring.oldest)
     held = HeldSegments(layout, run_tag, needed, stored.manifest.segments)
     ring.begin_unread()
     if isinstance(ring, Pool):

@@ -21,6 +21,7 @@ from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, OPEN
 from pipeline.buffer.transitions.memory import SparseMemory
 from pipeline.buffer.transitions.ring import Ring
 from pipeline.buffer.transitions.storage import TransitionStorage
+from pipeline.checkpoint.generations import Stored
 from pipeline.errors import UsageError
 from pipeline.replay.state import BufferState
 from pipeline.replay.unread import UnreadRows
@@ -131,6 +132,10 @@ class LookedRows(UnreadRows):
     def _place(self, number: int, rows: slice, arrays: Arrays) -> None:
         arrays, first = self._fit(number, arrays), int(self._firsts[number])
         self._change(arrays, first + rows.start, first + rows.stop)
+        self._put(number, rows, arrays)
+
+    def _put(self, number: int, rows: slice, arrays: Arrays) -> None:
+        """Put rows of a block, which are as they are now, where they belong."""
         super()._place(number, rows, arrays)
 
     def _fit(self, number: int, arrays: Arrays) -> Arrays:
@@ -174,9 +179,24 @@ class LookedRing(Ring):
     def array(self, name: str, dtype: type[np.generic]) -> np.ndarray:
         return SparseMemory().array(name, (self.capacity,), np.dtype(dtype))
 
+    def disk_places(self, keys: Ints) -> Ints:
+        """Return where on the disk rows lie: by the numbers after which blocks are named."""
+        return keys
+
+    def ready(self) -> None:
+        """Take in that rows can be read.
+
+        Raises:
+            Damaged: they are not those that are listed.
+        """
+
     def selected(self, name: str, file: ValuesFile) -> Any:
-        """Return what a selection has of the rows, oldest first, as it takes that."""
+        """Return what a selection has of the rows, oldest first, as it takes that; None: it begins without."""
         return file
+
+    def selection(self, state: BufferState, stored: Stored) -> BufferState:
+        """Return a buffer's state, of which the selection goes on from what there is of these rows."""
+        return state
 
     def changes(self, state: BufferState, values: Values) -> Changes:
         """Return what was written back into rows."""

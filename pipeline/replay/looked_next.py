@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.buffer.transitions.sharing import SharedNextObs
+from pipeline.replay.looked import LookedRing
 from pipeline.replay.values import ValuesFile
 
 Ints = np.ndarray
@@ -31,7 +32,8 @@ class LookedNextObs(SharedNextObs):
         places = np.zeros(len(keys), np.int64)
         aside = self._aside
         if aside is not None:
-            for at, key in enumerate(keys.tolist()):
+            assert isinstance(self._ring, LookedRing)
+            for at, key in enumerate(self._ring.disk_places(keys).tolist()):
                 place = aside.below(key)
                 if place < len(aside) and int(aside.read(place, 1)[0]) == key:
                     places[at] = place + 1

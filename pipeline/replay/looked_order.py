@@ -21,7 +21,7 @@ _WINDOWS = 8
 """How often all rows are gone through at the most, where numbers are wanted in the order of the slots."""
 _LEAST = 1 << 22
 """So many slots are looked at together at the least."""
-_KNOWN = 1 << 20
+_KNOWN = 1 << 16
 """Of so many slots, about, the places are remembered."""
 _AHEAD = 1 << 18
 """So many rows of an order are looked up together at the most."""
@@ -47,8 +47,17 @@ class Slots:
         self._last = self._known
 
     def pieces(self) -> Iterator[tuple[int, Ints]]:
-        """Yield the slots of all rows piece by piece, each with the place of its first row."""
+        """Yield the slots of all rows piece by piece, each with the place of its first row; -1: none, the row does not
+        count."""
         raise NotImplementedError
+
+    def pieces_with(self, slots: Ints) -> Iterator[tuple[int, Ints]]:
+        """As :meth:`pieces`; rows in other slots than some may be left out."""
+        return self.pieces()
+
+    def pieces_between(self, low: int, high: int) -> Iterator[tuple[int, Ints]]:
+        """As :meth:`pieces_with`, of the slots from one up to another."""
+        return self.pieces()
 
     def note(self, slots: Ints, places: Ints) -> None:
         """Take in the places of slots that are soon asked for."""
@@ -58,22 +67,29 @@ class Slots:
         """Return the places [n] of the rows in slots, in any order."""
         if np.array_equal(slots, self._last[0]):
             return self._last[1]
+        named, which = np.unique(slots, return_inverse=True)
         known, places = self._known
-        if not _are_among(slots, known):
-            named = np.unique(slots)
-            if len(known) < _KNOWN:
-                named = np.union1d(named, known)
-            self._known = known, places = named, self._found(named)
-        found: Ints = places[np.searchsorted(known, slots)]
-        return found
+        at = np.searchsorted(known, named)
+        new = np.flatnonzero(known[np.minimum(at, len(known) - 1)] != named) if len(known) else np.arange(len(named))
+        found = np.empty(len(named), np.int64)
+        found[new] = self._found(named[new])
+        old = np.delete(np.arange(len(named)), new)
+        found[old] = places[at[old]]
+        if len(known) + len(new) > _KNOWN:
+            self._known = named, found
+        elif len(new):
+            self._known = np.insert(known, at[new], named[new]), np.insert(places, at[new], found[new])
+        return found[which]
 
     def _found(self, slots: Ints) -> Ints:
         """Return the places of slots, which rise; all rows are gone through."""
         found, missing = np.full(len(slots), -1, np.int64), len(slots)
+        if not missing:
+            return found
         mask = (1 << max(16, (16 * len(slots)).bit_length())) - 1  # few of the others are taken for one of these
         likely = np.zeros(mask + 1, bool)
         likely[slots & mask] = True
-        for first, own in self.pieces():
+        for first, own in self.pieces_with(slots):
             rows = np.flatnonzero(likely[own & mask])
             at = np.minimum(np.searchsorted(slots, own[rows]), len(slots) - 1)
             named = np.flatnonzero(slots[at] == own[rows])
@@ -82,11 +98,6 @@ class Slots:
             if missing <= 0:
                 break
         return found
-
-
-def _are_among(slots: Ints, known: Ints) -> bool:
-    at = np.searchsorted(known, slots)
-    return not len(slots) or bool(at.max() < len(known) and (known[at] == slots).all())
 
 
 class BySlot:
@@ -98,7 +109,7 @@ class BySlot:
         self._begin, self._window = 0, np.empty(0)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return self._slots.count
 
     def at(self, places: Ints) -> np.ndarray:
         """As of any numbers; ``places`` are slots."""
@@ -119,11 +130,10 @@ class BySlot:
 
     def _look(self, begin: int) -> None:
         size = window_of(len(self))
-        begin -= begin % size
         width = min(size, len(self) - begin)
         self._window = self._window[:0].copy()  # not two of them
         window: Any = None
-        for first, slots in self._slots.pieces():
+        for first, slots in self._slots.pieces_between(begin, begin + width):
             values = self._numbers.read(first, len(slots))
             self._slots.told(slots.nbytes)
             if window is None:

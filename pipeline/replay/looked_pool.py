@@ -84,7 +84,6 @@ class LookedPool(LookedRing):
         return found
 
     def disk_places(self, keys: Ints) -> Ints:
-        """Return where on the disk rows lie: among all that were ever written."""
         places: Ints = self._at.at(keys)[:, 0].astype(np.int64)
         return places
 
@@ -110,51 +109,56 @@ class LookedPool(LookedRing):
         return WrittenInPool(state, values, self._keys)
 
 
-class LookedPoolRows(LookedRows):
-    """As :class:`~pipeline.replay.looked.LookedRows`, of a :class:`LookedPool`. Blocks are named by the places of their
-    rows on the disk."""
+class ApartRows(LookedRows):
+    """As :class:`~pipeline.replay.looked.LookedRows`, of a ring whose rows lie in another order. Blocks are named by
+    the places of their rows on the disk."""
 
-    def __init__(self, ring: LookedPool, schema: Schema, blocks: Sequence[Block], held: HeldSegments) -> None:
+    def __init__(self, ring: LookedRing, schema: Schema, blocks: Sequence[Block], held: HeldSegments) -> None:
         super().__init__(ring, schema, blocks, held)
-        self._pool = ring
+        self._apart = ring
         none = np.empty(0, np.int64)
         self._wanted = none, none, none  # disk places, which rise, keys and slots of the rows that are brought in
         self._part = slice(0, 0)  # those of them that are placed now
 
     def rows(self, slots: Ints) -> None:
-        keys = self._pool.key_at(slots)
-        at = self._pool.disk_places(keys)
+        keys = self._apart.key_at(slots)
+        at = self._apart.disk_places(keys)
         order = np.argsort(at, kind="stable")
         self._wanted = at[order], keys[order], slots[order]
         self._bring(np.unique(self._piece(at)))
 
+    def _place(self, number: int, rows: slice, arrays: Arrays) -> None:
+        begin = int(self._firsts[number]) + rows.start
+        low, high = np.searchsorted(self._wanted[0], (begin, begin + rows.stop - rows.start)).tolist()
+        arrays = self._fit(number, arrays)
+        self._change(arrays, begin, begin + rows.stop - rows.start)
+        self._part = slice(low, high)
+        arrays = some_rows(arrays, self._wanted[0][self._part] - begin)
+        self._own(arrays, self._wanted[1][self._part])
+        self._put(number, rows, arrays)
+
+    def _own(self, arrays: Arrays, keys: Ints) -> None:
+        """Let count what is known of rows by their keys."""
+
+    def _homes(self, number: int, rows: slice) -> list[tuple[Any, Ints, slice | Ints]]:
+        keys, slots = (each[self._part] for each in self._wanted[1:])
+        return [(slots, self._apart.names(keys), slice(None))] if len(slots) else []
+
+
+class LookedPoolRows(ApartRows):
+    """As :class:`~pipeline.replay.looked.LookedRows`, of a :class:`LookedPool`."""
+
     def peek(self, name: str, keys: Ints) -> np.ndarray:
-        arrays = {name: super().peek(name, self._pool.disk_places(keys))}
-        if self.changes is not None:
-            self.changes.into(arrays, keys)
+        arrays = {name: super().peek(name, self._apart.disk_places(keys))}
+        self._own(arrays, keys)
         return arrays[name]
 
     def _change(self, arrays: Arrays, begin: int, end: int) -> None:
         """It is known of rows by their keys."""
 
-    def _place(self, number: int, rows: slice, arrays: Arrays) -> None:
-        first = int(self._firsts[number])
-        low, high = np.searchsorted(self._wanted[0], (first + rows.start, first + rows.stop)).tolist()
-        self._part = slice(low, high)
-        super()._place(number, rows, some_rows(arrays, self._wanted[0][self._part] - first - rows.start))
-
-    def _homes(self, number: int, rows: slice) -> list[tuple[Any, Ints, slice | Ints]]:
-        keys, slots = (each[self._part] for each in self._wanted[1:])
-        return [(slots, self._pool.names(keys), slice(None))] if len(slots) else []
-
-    def _fit(self, number: int, arrays: Arrays) -> Arrays:
-        fitted = super()._fit(number, arrays)
+    def _own(self, arrays: Arrays, keys: Ints) -> None:
         if self.changes is not None:
-            self.changes.into(fitted, self._wanted[1][self._part])
-        return fitted
-
-    def _came(self, number: int, pieces: Ints | int) -> None:
-        """Of a piece other rows may be wanted: it is read again."""
+            self.changes.into(arrays, keys)
 
 
 class WrittenInPool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,30 +26,30 @@ from pipeline.checkpoint.parts import shard_of
 from pipeline.config import ReplayOptions
 from pipeline.config.selecting import selection
 from pipeline.errors import ConfigError, Damaged, UsageError
-from pipeline.observe.logs import RunContext, logger
 from pipeline.replay.buffer import ReplayBuffer
 from pipeline.replay.loading import ReadRows, read_state
 from pipeline.replay.looked import LookedRing, LookedRows
 from pipeline.replay.looked_next import LookedNextObs
 from pipeline.replay.looked_order import window_of
 from pipeline.replay.looked_pool import LookedPool, LookedPoolRows, find_rows
+from pipeline.replay.looked_thinned import LookedThinned, ThinnedRows, keep_rows
 from pipeline.replay.next_obs import KEYS_FILE
-from pipeline.replay.parts import DRAWING, restore
+from pipeline.replay.parts import DRAWING, check_sharing, restore
 from pipeline.replay.rooms import OwnRoom
 from pipeline.replay.segment_rows import SegmentRows
 from pipeline.replay.state import VALUES_FOLDER, BufferState, read_buffer_state, set_generator
-from pipeline.replay.thinning import load_alone
 from pipeline.replay.trajectories import TrajectoryBuffer
 from pipeline.replay.trajectory_loading import Reading, Room
 from pipeline.replay.trajectory_loading import read as read_trajectories
 from pipeline.replay.trajectory_shards import read_trajectory_shard
 from pipeline.replay.unread import UnreadRows
 from pipeline.replay.values import Values, ValuesRows
-from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.layout import Layout
 from pipeline.store.segments import Block, read_blocks
 
 _SELECTOR, _WRITTEN, _NEXT_OBS, _POOL = "selector.", "written.", "next_obs.", "pool."
+_WHOSE = 12
+"""Bytes of what says of which episode a row is, and where in it."""
 _UNREAD = (_SELECTOR, _WRITTEN, _NEXT_OBS, _POOL)
 """Values that are read as rows are: of those that are looked at."""
 
@@ -90,22 +90,6 @@ class _Room(OwnRoom):
 
 def _sparse(count: int) -> np.ndarray:
     return SparseMemory().array("sums", (count,), np.dtype(np.float64))
-
-
-class _Folder(NamedTuple):
-    """A run's folder that is looked at."""
-
-    layout: Layout
-    tag: int
-    incarnation: int = 0
-
-
-class _Seen(NamedTuple):
-    """A run that is looked at, in place of its store; nothing is written."""
-
-    folder: _Folder
-    files: FilesLike
-    log: Any
 
 
 def look_at(
@@ -171,17 +155,11 @@ def _looked_at(
     given = _options(state, own.manifest.kind, own.manifest.options)
     if seed is not None:
         given["seed"] = seed
-    if not state.dropped:
-        given.pop("compress", None)  # rows that are drawn are few
-        options = ReplayOptions.build(state.capacity, given)
-        storage = TransitionStorage(state.capacity, None, SparseMemory())
-        like: Ring = LookedRing(storage) if options.remove.by == "fifo" else LookedPool(storage)
-        buffer: ReplayBuffer = _LookedAt(options, LookedRing(TransitionStorage(1)))
-    else:
-        buffer = ReplayBuffer(state.capacity, **given)
-        like = buffer.ring
+    given.pop("compress", None)  # rows that are drawn are few
+    options = ReplayOptions.build(state.capacity, given)
+    buffer = _LookedAt(options, LookedRing(TransitionStorage(1)))
     with buffer.gate.lock:
-        found = _read(layout, run_tag, own, buffer.options, like, state, told or _nobody)
+        found = _read(layout, run_tag, own, options, state, told or _nobody)
         try:
             parts = buffer._parts(found.ring)
             try:
@@ -220,9 +198,12 @@ def _bytes_of(own: Stored) -> int:
     looks = {"ordered": by in ("stalest", "freshest"), "staleness": 3}.get(state.selection, 0) * versions
     if state.selection == "ordered" and by in ("min", "max"):
         looks = sum(block.length for block in read_blocks(os.path.join(own.folder, BLOCKS_FILE)))
+    weighed = state.selection == "staleness" or (worth and state.selection in ("prioritized", "uniform"))
+    if state.dropped:  # of all rows it is looked which come back, and once more for each use of what they weigh
+        looks += (1 + 2 * bool(weighed)) * _WHOSE * state.size
     if keys:
         looks += of("pool.keys", "pool.serials", "pool.at", "selector.order")
-        if state.selection == "staleness" or (worth and state.selection in ("prioritized", "uniform")):
+        if weighed:
             windows = -(-state.size // window_of(state.size))
             looks += windows * keys + (windows - 1) * (worth or versions)
     return sum(info.bytes for info in own.manifest.files) + 2 * worth + looks
@@ -237,39 +218,40 @@ def _read(
     run_tag: int,
     own: Stored,
     options: ReplayOptions,
-    like: Ring,
     state: BufferState,
     told: Callable[[int], None],
 ) -> ReadRows:
-    if state.dropped:  # what is left is put together anew
-        seen = _Seen(_Folder(layout, run_tag), OsFiles(), logger(RunContext()))
-        read = load_alone(seen, options, own, like).read
-        return ReadRows(read.state, read.unknown, read.blocks, read.values, read.ring)
-    if not isinstance(like, LookedPool):
-        return read_state(layout, run_tag, own, like, lazily=True, rows=LookedRows, unread=_UNREAD)
+    storage = TransitionStorage(state.capacity, None, SparseMemory())
+    if options.remove.by == "fifo" and not state.dropped:
+        return read_state(layout, run_tag, own, LookedRing(storage), lazily=True, rows=LookedRows, unread=_UNREAD)
+    in_pool = options.remove.by != "fifo"
+    like: Ring = LookedPool(storage) if in_pool else LookedThinned(storage)
+    rows: type[LookedRows] = LookedPoolRows if in_pool else ThinnedRows
 
     def find(ring: Ring, state: BufferState, blocks: Sequence[Block]) -> list[Block]:
-        assert isinstance(ring, LookedPool)
-        return find_rows(ring, state, own, blocks, told)
+        if isinstance(ring, LookedPool):
+            return find_rows(ring, state, own, blocks, told)
+        assert isinstance(ring, LookedThinned)
+        check_sharing(state, options, own.folder)
+        return keep_rows(ring, state, own, blocks)
 
-    return read_state(layout, run_tag, own, like, lazily=True, rows=LookedPoolRows, unread=_UNREAD, find=find)
+    return read_state(layout, run_tag, own, like, lazily=True, rows=rows, unread=_UNREAD, find=find)
 
 
 def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) -> ReadRows:
     """Have what was not read be read when it is wanted."""
     ring = found.ring
-    if not isinstance(ring, LookedRing):
-        return found
+    assert isinstance(ring, LookedRing)
     values = Values(own)
     opened: dict[str, Any] = {}
     for name in values.names:
         if name.startswith((_SELECTOR, _NEXT_OBS)):
             of_selector = name.startswith(_SELECTOR)
             ring.files.append(file := values.file(name, told if of_selector else None))
-            if of_selector:
-                opened[name] = ring.selected(name.split(".")[1], file)
-            else:
+            if not of_selector:
                 opened[name] = file if name == KEYS_FILE else ValuesRows(file)
+            elif (taken := ring.selected(name.split(".")[1], file)) is not None:
+                opened[name] = taken
     if KEYS_FILE in opened:
         values.rising(KEYS_FILE)
     unread = ring.storage.unread
@@ -277,7 +259,8 @@ def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) ->
         unread.changes = ring.changes(found.state, values)
         unread.told = told or unread.told
         ring.files.append(unread.changes)
-    state = msgspec.structs.replace(found.state, written_columns=[])
+        ring.ready()
+    state = msgspec.structs.replace(ring.selection(found.state, own), written_columns=[])
     return found._replace(state=state, values={**found.values, **opened})
 
 
