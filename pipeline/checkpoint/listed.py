@@ -134,7 +134,11 @@ class Listing(NamedTuple):
 
     def in_age_order(self) -> Listing:
         """Return all of them, oldest first: by stamp, then by uid."""
-        return self.at(np.lexsort((self.uid, self.sequence, self.rank, self.step)))
+        return self.at(self.age_order())
+
+    def age_order(self) -> Ints:
+        """Return the places of all of them, oldest first."""
+        return np.lexsort((self.uid, self.sequence, self.rank, self.step))
 
     def check(self, shards: Sequence[Shard], where: str) -> None:
         """Compare what is listed of episodes with itself, and with what is listed of shards.

@@ -191,7 +191,7 @@ class LookedRing(Ring):
         """
 
     def selected(self, name: str, file: ValuesFile) -> Any:
-        """Return what a selection has of the rows, oldest first, as it takes that; None: it begins without."""
+        """Return what a selection has of the rows, oldest first, as it takes that."""
         return file
 
     def selection(self, state: BufferState, stored: Stored) -> BufferState:

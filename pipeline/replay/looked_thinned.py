@@ -26,7 +26,7 @@ from pipeline.replay.looked_order import BySlot, Slots
 from pipeline.replay.looked_pool import ApartRows
 from pipeline.replay.row_set import RowSet
 from pipeline.replay.selecting import extras_of, selection_of
-from pipeline.replay.shards import read_shard, share_out
+from pipeline.replay.shards import oldest_first, read_shard
 from pipeline.replay.state import BufferState
 from pipeline.replay.values import ValuesFile
 from pipeline.store.segments import Block, needed_blocks
@@ -37,26 +37,26 @@ Ints = np.ndarray
 class KeptRows(Slots):
     """Which rows on the disk come back as which: for slots stand these, oldest first."""
 
-    def __init__(self, stored: Stored, capacity: int) -> None:
+    def __init__(self, stored: Stored) -> None:
         """Args:
         stored: the generation, or a shard as if it were one.
-        capacity: of the buffer.
 
         Raises:
             Damaged: it does not fit together.
         """
         shard = read_shard(stored, 0, whole=True)
-        shares = share_out([shard], 1, capacity, rebalance=False, evict=True, where=stored.folder)
-        super().__init__(shares.rows[0])
+        super().__init__(shard.state.held)
         table, self._folder = shard.table, stored.folder
         self.first = shard.oldest
         """The key on the disk of the oldest row there."""
         self._all = shard.state.size
         self._numbers, self._lengths = EpisodeNumbers(table.number), table.rows
         self._skipped = table.length - table.rows
-        self._rows = np.where(shares.ranks[0] == 0, shares.places[0], -1)
-        self.begins = np.append(np.sort(self._rows[self._rows >= 0]), self.count)
+        order = oldest_first(shard, stored.folder)
+        self.begins = np.append(0, np.cumsum(table.rows[order]))
         """Of each episode, in the order in which they come back, the first row; and that after the last one."""
+        self._rows = np.empty(len(order), np.int64)  # the first row of each, as they are listed
+        self._rows[order] = self.begins[:-1]
         self._spans = np.full((2, len(self.begins) - 1), -1, np.int64)  # the first and last place of each on the disk
         self._read: Any = None
 
@@ -120,8 +120,7 @@ class KeptRows(Slots):
             raise Damaged(
                 f"{self._folder}: a row lies beyond its episode as it is listed. resume() an older generation"
             )
-        rows = self._rows[at]
-        return np.where(listed & (rows >= 0), rows + place, -1)
+        return np.where(listed, self._rows[at] + place, -1)
 
 
 class LookedThinned(LookedRing):
@@ -163,7 +162,7 @@ class LookedThinned(LookedRing):
         return super().mark(name, self._kept.first + places)
 
     def selected(self, name: str, file: ValuesFile) -> Any:
-        return None if name == "order" else BySlot(self._kept, file)
+        return BySlot(self._kept, file)
 
     def ready(self) -> None:
         self._kept.look(self._rows())
@@ -207,5 +206,5 @@ def keep_rows(ring: LookedThinned, state: BufferState, stored: Stored, blocks: S
     Raises:
         Damaged: it does not fit together.
     """
-    ring.take(KeptRows(stored, ring.capacity))
+    ring.take(KeptRows(stored))
     return needed_blocks(blocks, state.added - state.size)

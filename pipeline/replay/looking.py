@@ -248,10 +248,10 @@ def _opened(own: Stored, found: ReadRows, told: Callable[[int], None] | None) ->
         if name.startswith((_SELECTOR, _NEXT_OBS)):
             of_selector = name.startswith(_SELECTOR)
             ring.files.append(file := values.file(name, told if of_selector else None))
-            if not of_selector:
+            if of_selector:
+                opened[name] = ring.selected(name.split(".")[1], file)
+            else:
                 opened[name] = file if name == KEYS_FILE else ValuesRows(file)
-            elif (taken := ring.selected(name.split(".")[1], file)) is not None:
-                opened[name] = taken
     if KEYS_FILE in opened:
         values.rising(KEYS_FILE)
     unread = ring.storage.unread

@@ -264,20 +264,11 @@ def share_out(
         Damaged: the shards do not fit together.
     """
     listing = _listing(shards)
-    listed = [
-        Shard(
-            rank=each.rank,
-            name=shard_prefix(each.rank),
-            steps=int(each.table.rows.sum()),
-            episodes=len(each.table.uid),
-        )
-        for each in shards
-    ]
     found = plan(
         listing,
         size,
         1,
-        shards=listed,
+        shards=_said(shards),
         rebalance=rebalance,
         capacity=capacity,
         counted=counted,
@@ -286,6 +277,30 @@ def share_out(
     )
     held = sum(each.steps if counted == "steps" else len(each.uids) for each in found.targets)
     return _shares(found, listing, shards, sum(each.added for each in shards) - held)
+
+
+def oldest_first(shard: Listed, where: str) -> Ints:
+    """Return the places in its table of the episodes of a shard, as :func:`share_out` has them follow each other in a
+    single rank that has room for all.
+
+    Raises:
+        Damaged: they do not fit together.
+    """
+    listing = _listing([shard])
+    listing.check(_said([shard]), where)
+    return listing.age_order()
+
+
+def _said(shards: Sequence[Listed]) -> list[Shard]:
+    return [
+        Shard(
+            rank=each.rank,
+            name=shard_prefix(each.rank),
+            steps=int(each.table.rows.sum()),
+            episodes=len(each.table.uid),
+        )
+        for each in shards
+    ]
 
 
 def _shares(found: Plan, listing: Listing, shards: Sequence[Listed], gone: int) -> Shares:

@@ -191,10 +191,16 @@ def test_what_is_read_is_told(run_directory: str, selection: str, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("part", "value"),
-    [("episodes.length.int32", 2), ("episodes.rows.int32", 1), ("episodes.number.int64", 0), ("episodes.uid.int64", 1)],
+    ("part", "which", "value"),
+    [
+        ("episodes.length.int32", 0, 2),
+        ("episodes.rows.int32", 0, 1),
+        ("episodes.number.int64", 0, 0),
+        ("episodes.number.int64", -1, 10**6),  # no row is of it
+        ("episodes.uid.int64", 0, 1),
+    ],
 )
-def test_a_list_that_is_not_of_these_rows_is_damaged(run_directory: str, part: str, value: int) -> None:
+def test_a_list_that_is_not_of_these_rows_is_damaged(run_directory: str, part: str, which: int, value: int) -> None:
     """Where checksums fit, as whoever wrote it was wrong."""
     with ReplayBuffer(60, directory=run_directory, incomplete="drop") as buffer:
         buffer.resume()
@@ -202,7 +208,7 @@ def test_a_list_that_is_not_of_these_rows_is_damaged(run_directory: str, part: s
         buffer.save(1, wait=True)
     path = Path(reseal(run_directory), "values", part)
     given = np.fromfile(path, part.rpartition(".")[2])
-    given[0] = value if given[0] != value else value + 1
+    given[which] = value if given[which] != value else value + 1
     given.tofile(path)
     reseal(run_directory)
     with ReplayBuffer(60, directory=run_directory, incomplete="drop") as real:
