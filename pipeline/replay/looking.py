@@ -50,7 +50,7 @@ from pipeline.store.segments import Block, read_blocks
 _SELECTOR, _WRITTEN, _NEXT_OBS, _POOL = "selector.", "written.", "next_obs.", "pool."
 _WHOSE = 12
 """Bytes of what says of which episode a row is, and where in it."""
-_UNREAD = (_SELECTOR, _WRITTEN, _NEXT_OBS, _POOL)
+_UNREAD = (_SELECTOR, _WRITTEN, _NEXT_OBS, _POOL, "episodes.")
 """Values that are read as rows are: of those that are looked at."""
 
 
