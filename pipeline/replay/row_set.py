@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.buffer.transitions.memory import SparseMemory
+
 Ints = np.ndarray
 _PIECE = 1 << 17  # bytes of bits that are looked at at a time
 _LONG = 256  # rows of a run that are not taken in one by one
@@ -14,7 +16,8 @@ class RowSet:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._bits = np.zeros(-(-rows // 8), np.uint8)
+        # Not of the heap, which would be larger from then on, for as long as there is anything behind.
+        self._bits = SparseMemory().array("rows", (-(-rows // 8),), np.dtype(np.uint8))
 
     def add(self, rows: Ints) -> None:
         """Take rows [n] in, of which some may be in it."""
