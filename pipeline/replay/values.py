@@ -279,6 +279,31 @@ class WrittenBack:
                 write_back_into(arrays, keys, [(column.name, of.read(low, high - low), changed)])
 
 
+class WrittenBackInAnyOrder:
+    """As :class:`WrittenBack`, of a buffer whose rows lie in any order. The keys of the rows that were changed are in
+    memory."""
+
+    def __init__(self, state: BufferState, values: Values, names: Collection[str] | None = None) -> None:
+        """As :class:`WrittenBack`."""
+        self._columns: list[tuple[Column, Ints, Ints, ValuesFile]] = []
+        for column, name, changed in written_files(state, values, names):
+            keys = values.all(name)
+            order = np.argsort(keys, kind="stable")
+            self._columns.append((column, keys[order], order, changed))
+
+    def into(self, arrays: Arrays, keys: Ints) -> None:
+        """Let it count in rows [n] of these keys, in any order."""
+        for column, changed, places, values in self._columns:
+            at = np.minimum(np.searchsorted(changed, keys), max(0, len(changed) - 1))
+            rows = np.flatnonzero(changed[at] == keys) if len(changed) else at[:0]
+            if not len(rows):
+                continue
+            items = prod(column.shape)
+            found = values.at(places[at[rows]], items).reshape(len(rows), *column.shape)
+            array = arrays[column.name] = arrays[column.name].copy()
+            put_rows(array, rows, found)
+
+
 def put_rows(array: Any, places: Ints, values: np.ndarray) -> None:
     """Set rows of a column, which may be compressed."""
     if array.dtype != object:
