@@ -39,7 +39,9 @@ from pipeline.tools.interchange.streams import END, Rows, Transitions, joined
 FRAME, OF, INDEX, OWN = "#frame", "#of", "#index", "#own-next"
 """Of each row: its frame in its episode, its episode in the dataset, its frame in that, and whether its next
 observation is its own."""
-_HELD_BYTES = 4 << 20  # of rows: what is made of them, with the statistics of their episodes, is many times as much
+_HELD_BYTES = 2 << 20  # of rows: what is made of them, with the statistics of their episodes, is many times as much
+_WAITING_BYTES = 16 << 20  # of statistics of episodes: each time that some are written takes memory to the end
+_ARRAY = 128  # bytes that an array takes beside what is in it
 _MOST_TASKS = 100_000
 _ENDED = (1, 2)
 
@@ -58,7 +60,7 @@ class Writing:
         self._next = stream._replace(schema=nexts, marks=()) if nexts.columns else None
         self._most = min(_HELD_BYTES, out.part_bytes)
         self._held: list[Rows] = []
-        self._held_bytes = self._frames = self._tasks = 0
+        self._held_bytes = self._frames = self._tasks = self._waiting_bytes = 0
         self._waiting: list[Episode] = []
         self._episodes = EpisodesFile(pa, pq, out.directory, self._features)
         self._files: list[_File] = []
@@ -78,7 +80,11 @@ class Writing:
         self._frames += count
         tasks = self._task(rows)
         self._tasks = max(self._tasks, int(tasks[-1]) + 1)
-        self._waiting.append(Episode(count, self._closed, tasks, self._stats(rows)))
+        stats = self._stats(rows)
+        self._waiting.append(Episode(count, self._closed, tasks, stats))
+        self._waiting_bytes += sum(array.nbytes + _ARRAY for each in stats.values() for array in each.values())
+        if self._waiting_bytes >= _WAITING_BYTES:
+            self._write_episodes()
         if self._held_bytes >= self._most:
             self._flush()
 
@@ -86,6 +92,7 @@ class Writing:
         """Write what is held, and the metadata."""
         self._flush()
         self._close()
+        self._write_episodes()
         self._episodes.close()
         write_meta(
             self._pa,
@@ -141,8 +148,6 @@ class Writing:
     def _flush(self) -> None:
         if not self._held:
             return
-        self._episodes.write(self._waiting, self._text)
-        self._waiting = []
         rows = joined(self._held)
         self._held, self._held_bytes = [], 0
         if self._closed == len(self._files):
@@ -154,6 +159,11 @@ class Writing:
             self._out.progress(part.nbytes)
         if self._files[-1].size >= self._out.part_bytes:
             self._close()
+
+    def _write_episodes(self) -> None:
+        if self._waiting:
+            self._episodes.write(self._waiting, self._text)
+        self._waiting, self._waiting_bytes = [], 0
 
     def _close(self) -> None:
         if self._closed < len(self._files):
