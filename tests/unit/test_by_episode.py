@@ -118,6 +118,16 @@ def test_what_is_held_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert peak(40) < 1.25 * peak(10)
 
 
+def test_episodes_that_end_are_held_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, nothing waits on the disk."""
+    monkeypatch.setattr(by_episode, "_MOST_HELD", 1 << 16)
+    numbers = np.arange(4000)
+    every = rows_of(numbers, numbers // 5, (numbers % 5 == 4) * 1, None)
+    parts = [every.part(slice(begin, begin + 7)) for begin in range(0, 4000, 7)]
+    found = list(episodes(stream_of(parts), str(tmp_path / "none")))
+    assert [rows.marks[KEY][-1] for rows in found] == list(range(4, 4000, 5))
+
+
 def test_a_full_disk_and_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_episode, "_MOST_HELD", 0)
     parts = [rows_of(np.arange(9), np.arange(9), np.zeros(9), None)]
