@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline import ReplayBuffer
+from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.buffer.transitions.columns import Arrays, Column, Schema
 from pipeline.errors import StoreError, WriteFailed
 from pipeline.store import rearranged
 from pipeline.tools.interchange import by_episode
 from pipeline.tools.interchange.by_episode import episodes
-from pipeline.tools.interchange.streams import END, EPISODE, KEY, RANK, About, Rows, Transitions, joined
+from pipeline.tools.interchange.rows_out import transitions_of
+from pipeline.tools.interchange.runs import open_run
+from pipeline.tools.interchange.streams import END, EPISODE, KEY, PLACE, RANK, About, Rows, Transitions, joined
 from tests.support.disk import no_space
 
 SCHEMA = Schema((Column("image", "uint8", (2, 3)), Column("none", "float32", (0,)), Column("value", "bfloat16")))
@@ -86,6 +90,52 @@ def test_whatever_is_held(
                 assert array.tobytes() == given[name][order].tobytes()
         assert all(rows.columns["value"].flags.writeable for rows in found)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("held", "window"), [(1 << 26, 8), (0, 3), (9000, 8)])
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_in_any_order_come_in_that_of_their_places(
+    tmp_path: Path, seed: int, held: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_episode, "_MOST_HELD", held)
+    monkeypatch.setattr(rearranged, "_WINDOW", window)
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, 40)
+    episode = np.repeat(np.arange(40), lengths)
+    place = np.arange(len(episode)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    end = (place + 1 == lengths[episode]) * (episode % 3)
+    there = rng.permutation(np.flatnonzero(rng.random(len(episode)) < 0.7))  # some are gone, ends among them
+    rank = episode % 2 if seed % 2 else None
+    every = rows_of(np.arange(len(episode)), episode, end, rank)
+    every = Rows(every.columns, {**every.marks, PLACE: place}).part(there)
+    parts = [every.part(slice(begin, begin + 11)) for begin in range(0, len(there), 11)]
+    found = list(episodes(stream_of(parts, len(there))._replace(scattered=True), str(tmp_path)))
+    expected = []
+    for number in np.unique(episode[there]).tolist():
+        own = np.sort(there[episode[there] == number])
+        came = {row: at for at, row in enumerate(there.tolist())}
+        first = (0, came[int(own[-1])]) if end[own[-1]] else (1, min(came[row] for row in own.tolist()))
+        expected.append((first, own.tolist()))
+    assert [rows.marks[KEY].tolist() for rows in found] == [own for _, own in sorted(expected)]
+
+
+def test_of_a_pool_whose_rows_were_written_again_an_episode_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_sizes, "BLOCK_BYTES", 200)
+    with ReplayBuffer(40, directory=tmp_path / "run", remove={"by": "min", "field": "worth"}) as buffer:
+        buffer.resume()
+        for begin in range(0, 120, 8):
+            t = np.arange(begin, begin + 8)
+            buffer.extend({"t": t, "worth": t * 7 % 31, "terminated": t % 30 == 29})
+            buffer.save(begin, wait=True)
+    stream = transitions_of(open_run(str(tmp_path / "run")))
+    came = joined(list(stream.batches()))
+    assert (np.diff(came.columns["t"]) < 0).any()  # rows of blocks that had lost many were written again
+    found = list(episodes(stream, str(tmp_path)))
+    assert len({int(rows.marks[EPISODE][0]) for rows in found}) == len(found)
+    assert all((np.diff(rows.columns["t"]) > 0).all() for rows in found)
+    assert sorted(t for rows in found for t in rows.columns["t"].tolist()) == sorted(came.columns["t"].tolist())
 
 
 def endless(batches: int, count: int) -> Iterator[Rows]:

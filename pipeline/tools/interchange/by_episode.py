@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.buffer.transitions.layout import OPEN
 from pipeline.store.nameless import Nameless
 from pipeline.store.rearranged import Rearranged
-from pipeline.tools.interchange.streams import END, EPISODE, RANK, Rows, Transitions, joined
+from pipeline.tools.interchange.streams import END, EPISODE, PLACE, RANK, Rows, Transitions, joined
 
 Ints = np.ndarray
 _MOST_HELD = 64 << 20  # bytes of rows that are in memory
@@ -41,6 +41,7 @@ class _Part(NamedTuple):
 
 def episodes(stream: Transitions, folder: str) -> Iterator[Rows]:
     """Yield the rows of each episode, in the order in which they end; those that have no end come last, oldest first.
+    Rows that come in any order are put into that of their places in it.
 
     Args:
         stream: it has the marks of a buffer's run.
@@ -57,7 +58,7 @@ def episodes(stream: Transitions, folder: str) -> Iterator[Rows]:
         for name, part in _parts(rows, begun):
             held.setdefault(name, []).append(part)
             size += part.size
-            if part.ends:
+            if part.ends and not stream.scattered:
                 ended.append((int(part.numbers[-1]), name))
         begun += len(rows)
         for _, name in sorted(ended):
@@ -66,11 +67,22 @@ def episodes(stream: Transitions, folder: str) -> Iterator[Rows]:
             yield joined([part.rows for part in parts])
         if size > _MOST_HELD:
             with ExitStack() as stack:
-                spill = _Spill(folder, rows, max(begun, stream.most or 0), stack)
+                spill = _Spill(folder, rows, max(begun, stream.most or 0), stack, scattered=stream.scattered)
                 yield from spill.episodes(held, batches, begun)
             return
-    for parts in held.values():
+    for parts in held.values() if not stream.scattered else ():
         yield joined([part.rows for part in parts])
+    if stream.scattered:
+        yield from (rows for _, rows in sorted(map(_put_in_order, held.values()), key=lambda each: each[0]))
+
+
+def _put_in_order(parts: list[_Part]) -> tuple[tuple[bool, int], Rows]:
+    """Return the rows of an episode in their order, and where it comes among others: by its end, or else by its oldest
+    row."""
+    rows, numbers = joined([part.rows for part in parts]), np.concatenate([part.numbers for part in parts])
+    order = np.argsort(rows.marks[PLACE], kind="stable")
+    rows, goes_on = rows.part(order), bool(rows.marks[END][order[-1]] == OPEN)
+    return (goes_on, int(numbers.min() if goes_on else numbers[order[-1]])), rows
 
 
 def _parts(rows: Rows, begun: int) -> Iterator[tuple[tuple[int, int], _Part]]:
@@ -86,9 +98,10 @@ def _ids(rows: Rows) -> tuple[Ints, Ints]:
     return rows.marks.get(RANK, np.zeros(len(rows), np.int32)), rows.marks[EPISODE]
 
 
-def _grouped(ranks: Ints, numbers: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return rows by their episodes, and in each as they came; where each episode begins there, and how many it has."""
-    order = np.lexsort((numbers, ranks))
+def _grouped(ranks: Ints, numbers: Ints, places: Ints | None = None) -> tuple[Ints, Ints, Ints]:
+    """Return rows by their episodes, and in each by their places, or as they came; where each episode begins there, and
+    how many it has."""
+    order = np.lexsort((numbers, ranks) if places is None else (places, numbers, ranks))
     ranks, numbers, new = ranks[order], numbers[order], np.ones(len(order), bool)
     new[1:] = (ranks[1:] != ranks[:-1]) | (numbers[1:] != numbers[:-1])
     begins = np.flatnonzero(new)
@@ -99,13 +112,15 @@ class _Spill:
     """Rows that wait on the disk until all have come. They are brought together by their episodes: these lie anywhere,
     as many in each window as in others. Then the episodes lie one after the other, and are read in their order."""
 
-    def __init__(self, folder: str, like: Rows, most: int, stack: ExitStack) -> None:
+    def __init__(self, folder: str, like: Rows, most: int, stack: ExitStack, *, scattered: bool) -> None:
         """Args:
         folder: where the files are to be.
         like: some rows.
         most: at the most so many rows will come.
         stack: closes the files.
+        scattered: whether rows of an episode come in any order.
         """
+        self._scattered = scattered
         self._folder, self._stack, self._places = folder, stack, most
         self._columns, self._marks = list(like.columns), list(like.marks)
         arrays = [*like.columns.values(), *like.marks.values()]
@@ -135,10 +150,12 @@ class _Spill:
 
     def _put(self, rows: Rows, numbers: Ints) -> None:
         ranks, of = _ids(rows)
-        order, begins, counts = _grouped(ranks, of)
-        last = order[begins + counts - 1]
-        ends = np.zeros(len(rows), bool)
-        ends[last] = rows.marks[END][last] != OPEN
+        ends = rows.marks[END] != OPEN
+        if not self._scattered:  # such end with the rows that came together
+            order, begins, counts = _grouped(ranks, of)
+            last = np.zeros(len(rows), bool)
+            last[order[begins + counts - 1]] = True
+            ends &= last
         mixed = of.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ ranks.astype(np.uint64) * np.uint64(0xC2B2AE3D)
         places = ((mixed ^ mixed >> np.uint64(29)) % np.uint64(self._places)).astype(np.int64)
         arrays = [rows.columns[name] for name in self._columns] + [rows.marks[name] for name in self._marks]
@@ -149,16 +166,18 @@ class _Spill:
         """Take in the rows of some episodes, of which none lies elsewhere."""
         if not len(found):
             return
-        by_episode, begins, _ = _grouped(*_ids(self._rows(found, whole=False)))
+        marks = self._rows(found, whole=False)
+        by_episode, begins, _ = _grouped(*_ids(marks), marks.marks[PLACE] if self._scattered else None)
         ends, numbers = found[_ENDS][by_episode], found[_ROW][by_episode]
-        begins = np.union1d(begins, np.flatnonzero(ends[:-1]) + 1)
+        if not self._scattered:
+            begins = np.union1d(begins, np.flatnonzero(ends[:-1]) + 1)
         counts = np.diff(begins, append=len(found))
         records = np.empty(len(found), self._kind)
         for name in self._kind.names or ():
             records[name] = found[name][by_episode]
         at = whole.append(memoryview(records.view(np.uint8).data))
         last = begins + counts - 1
-        places = np.where(ends[last], numbers[last], count + numbers[begins])
+        places = np.where(ends[last], numbers[last], count + np.minimum.reduceat(numbers, begins))
         order.put(places, {"at": at + begins * self._kind.itemsize, "n": counts})
 
     def _rows(self, records: np.ndarray, *, whole: bool = True) -> Rows:

@@ -107,7 +107,8 @@ def transitions_of(opened: Opened, folder: str = "") -> Transitions:
 
     nbytes = sum(block.length for each in having for block in each.blocks)
     total = sum(each.state.held for each in having)
-    return Transitions(schemas[0], marks, about, batches, nbytes, total, total)
+    scattered = any(each.pool is not None for each in having)
+    return Transitions(schemas[0], marks, about, batches, nbytes, total, total, scattered)
 
 
 def _buffer(stored: Stored, rank: int) -> _Buffer:

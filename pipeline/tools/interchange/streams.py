@@ -129,6 +129,8 @@ class Transitions(NamedTuple):
     """How many; None: not known."""
     most: int | None = None
     """At the most so many; None: not known."""
+    scattered: bool = False
+    """Whether rows of an episode come in any order, its end too: their places in it say which follows which."""
 
 
 class Records(NamedTuple):
