@@ -30,7 +30,7 @@ from pipeline.replay.feeding import schema_of
 from pipeline.replay.loading import blocks_of
 from pipeline.replay.next_obs import KEYS_FILE, Aside, Batch, OwnNextObs, file_of
 from pipeline.replay.selecting import extras_of
-from pipeline.replay.state import VALUES_FOLDER, Ends, read_buffer_state
+from pipeline.replay.state import LISTED, VALUES_FOLDER, Ends, read_buffer_state
 from pipeline.replay.values import Values, ValuesFile, WrittenBack
 from pipeline.store.held import HeldSegments
 from pipeline.store.segments import Block, needed_blocks
@@ -42,7 +42,6 @@ Ints = np.ndarray
 PART_FILE, KEY_FILE, EPISODES_FILE = "origin/part.int32", "origin/key.int64", "origin/episodes.int64"
 """By row: which of the manifest's ``made_of`` it is of, and its key there; by episode: its number, part and number
 there."""
-_LISTED = "episodes.number.int64"
 
 
 class Chunk(NamedTuple):
@@ -179,9 +178,9 @@ class RowsOnDisk:
 
     def _listed(self) -> dict[str, np.ndarray]:
         """Return the list of the episodes that a save has not dropped, under its name, if it is there."""
-        path = f"{VALUES_FOLDER}/{_LISTED}"
+        path = f"{VALUES_FOLDER}/{LISTED}"
         size = next((info.bytes for info in self.stored.manifest.files if info.path == path), None)
-        return {} if size is None else {_LISTED: self._file(path).read(0, size // 8)}
+        return {} if size is None else {LISTED: self._file(path).read(0, size // 8)}
 
     def chunks(self, extras: Sequence[str] = (), wanted: Ints | None = None) -> Iterator[Chunk]:
         """Yield all rows, block by block; what is yielded is valid until the next is asked for. Blocks.

@@ -29,7 +29,7 @@ from pipeline.errors import Damaged
 from pipeline.replay.feeding import schema_of
 from pipeline.replay.next_obs import Aside
 from pipeline.replay.salvage_choice import Chosen, payload_loss, unfollowed_loss
-from pipeline.replay.state import BufferState, Ends
+from pipeline.replay.state import LISTED, BufferState, Ends
 from pipeline.replay.values import Values, WrittenBack
 from pipeline.replay.whole_rows import keeps_selection
 from pipeline.store.layout import Layout
@@ -42,7 +42,6 @@ from pipeline.tools.scattered import AsideRows, Heap
 from pipeline.tools.writing import BlockWriter
 
 Ints = np.ndarray
-_LISTED = "episodes.number.int64"
 
 
 class Covered:
@@ -119,9 +118,9 @@ class RowsInOrder:
 
     def _coming_back(self) -> Ints:
         """Return the episodes whose rows a save has not dropped."""
-        if _LISTED not in self._values.names:
+        if LISTED not in self._values.names:
             self._state.coming_back({}, np.empty(0, np.int64))  # says what is wrong
-        return np.unique(self._values.all(_LISTED))
+        return np.unique(self._values.all(LISTED))
 
     def look(self) -> Looked:
         """See what is whole. Blocks, and changes nothing."""

@@ -19,7 +19,7 @@ from pipeline import ReplayBuffer
 from pipeline.errors import ConfigError, Damaged
 from pipeline.store import rearranged
 from pipeline.tools.exporting import export
-from pipeline.tools.formats import lerobot
+from pipeline.tools.formats import lerobot, lerobot_meta, lerobot_out
 from pipeline.tools.formats.arrow_rows import BATCH_BYTES
 from pipeline.tools.importing import import_data
 from pipeline.tools.interchange import by_episode
@@ -124,6 +124,34 @@ def test_next_observations_that_do_not_follow_are_kept_and_a_choice_of_rows_come
         assert gathered(one) == gathered(other)
 
 
+def each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what is told of each episode be written into a file of its own."""
+    monkeypatch.setattr(lerobot_out, "_WAITING_BYTES", 1)
+    monkeypatch.setattr(lerobot_meta, "_MOST_TIMES", 1)
+
+
+def told_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder / "meta/episodes")) for path in folder.glob("meta/episodes/*/*"))
+
+
+def test_what_is_told_of_episodes_goes_into_one_file_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each_by_itself(monkeypatch)
+    monkeypatch.setattr(lerobot_meta, "CHUNK", 2)
+    run = camera_run(tmp_path / "run")
+    export(run, tmp_path / "out", to="lerobot")
+    names = ["chunk-000/file-000.parquet", "chunk-000/file-001.parquet", "chunk-001/file-000.parquet"]
+    assert told_in(tmp_path / "out") == names
+    for number, name in enumerate(names):
+        table = pq.read_table(tmp_path / "out/meta/episodes" / name)
+        told = [table.column(column).to_pylist() for column in ("episode_index", "meta/episodes/chunk_index")]
+        assert told == [[number], [number // 2]]
+        assert table.column("meta/episodes/file_index").to_pylist() == [number % 2]
+    import_data(tmp_path / "out", tmp_path / "new")
+    assert gathered(transitions_of(open_run(str(tmp_path / "new")))) == gathered(transitions_of(open_run(run)))
+
+
 def opened_by_lerobot(folder: Path, out: Path) -> tuple[dict[str, np.ndarray], Any]:
     """Return what LeRobot gives of a dataset, and what it tells of it."""
     script = PEERS / "read_lerobot.py"
@@ -137,9 +165,14 @@ def opened_by_lerobot(folder: Path, out: Path) -> tuple[dict[str, np.ndarray], A
 
 
 @pytest.mark.skipif(not PYTHON, reason="FOREBAY_LEROBOT_PYTHON names no interpreter that has LeRobot")
-def test_lerobot_opens_what_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [1, 3])
+def test_lerobot_opens_what_was_written(tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is told of the episodes in one file, or in one for each."""
+    if files > 1:
+        each_by_itself(monkeypatch)
     run = camera_run(tmp_path / "run")
     export(run, tmp_path / "out", to="lerobot", fps=5, part_bytes=8000)
+    assert len(told_in(tmp_path / "out")) == files
     found, told = opened_by_lerobot(tmp_path / "out", tmp_path / "found.npz")
     rows = rows_in(run)
     place, end = rows.marks["#place"], rows.marks["#end"]

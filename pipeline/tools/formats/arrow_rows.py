@@ -21,6 +21,7 @@ from pipeline.tools.interchange.columns import stored_of
 from pipeline.tools.interchange.streams import MARK_DTYPES, Rows, Transitions
 
 BATCH_BYTES = 8 << 20
+_LEAST = 4  # bytes of a number: Parquet has none of fewer
 _ARROW = {
     "F64": "float64",
     "F32": "float32",
@@ -39,6 +40,16 @@ _ARROW = {
     "U8": "uint8",
     "BOOL": "bool_",
 }
+
+
+def table_bytes(rows: Rows) -> int:
+    """Return about how many bytes rows take as a table while it is written."""
+    arrays = [*rows.columns.values(), *rows.marks.values()]
+    binary = [array.nbytes >= LARGE * len(rows) for array in arrays]
+    return sum(
+        array.nbytes if whole else array.size * max(_LEAST, array.itemsize)
+        for array, whole in zip(arrays, binary, strict=True)
+    )
 
 
 def arrow_module(form: str) -> Any:

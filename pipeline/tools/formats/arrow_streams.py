@@ -18,7 +18,7 @@ from pipeline.tools.formats.arrow_records import (
     rows_of_record,
     rows_of_table,
 )
-from pipeline.tools.formats.arrow_rows import BATCH_BYTES, rows_of, schema_of, table_of
+from pipeline.tools.formats.arrow_rows import BATCH_BYTES, rows_of, schema_of, table_bytes, table_of
 from pipeline.tools.formats.folder import Described, OutFolder, bytes_of_parts
 from pipeline.tools.interchange.streams import (
     TRANSITIONS,
@@ -52,7 +52,7 @@ class Outgoing:
         """Yield tables, each with how many transitions or records it holds."""
         stream = self._stream
         if isinstance(stream, Transitions):
-            for rows in rechunked(stream.batches(), lambda rows: self._most * len(rows) // max(1, rows.held_bytes)):
+            for rows in rechunked(stream.batches(), lambda rows: self._most * len(rows) // max(1, table_bytes(rows))):
                 yield table_of(self._pa, self.schema, stream, rows), len(rows)
                 self._out.progress(rows.nbytes)
             return

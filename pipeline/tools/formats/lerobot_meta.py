@@ -14,6 +14,7 @@ from pipeline.tools.formats.lerobot_stats import QUANTILES, Stats, Totals
 
 CHUNK = 1000
 """Files in a folder."""
+_MOST_TIMES = 8  # that episodes are written into one file
 _KINDS = ("min", "max", "mean", "std")
 
 
@@ -44,7 +45,7 @@ def write_meta(
     features: dict[str, dict[str, Any]],
     totals: dict[str, Totals],
     tasks: list[str],
-    episodes: EpisodesFile,
+    episodes: EpisodesFiles,
 ) -> None:
     """Write the files, and take in ``episodes``, which is closed; a task's number is the place of its text."""
 
@@ -60,7 +61,8 @@ def write_meta(
         out.ended(path, 0)
 
     write_table("meta/tasks.parquet", _tasks(pa, tasks))
-    out.ended(episodes.path, 0)
+    for path in episodes.paths:
+        out.ended(path, 0)
     stats = {name: total.told(stats_shape(features[name])) for name, total in totals.items()}
     write_json("meta/stats.json", {name: told for name, told in stats.items() if told})
     info = {
@@ -96,22 +98,23 @@ def _tasks(pa: Any, tasks: list[str]) -> Any:
     return table.replace_schema_metadata({"pandas": json.dumps(said)})
 
 
-class EpisodesFile:
-    """Writes ``meta/episodes``, some episodes at a time."""
-
-    NAME = "meta/episodes/chunk-000/file-000.parquet"
+class EpisodesFiles:
+    """Writes ``meta/episodes``, some episodes at a time, into one file after the other: whoever writes one holds what
+    there is of each time."""
 
     def __init__(self, pa: Any, pq: Any, directory: str, features: dict[str, dict[str, Any]]) -> None:
-        self._pa, self._pq, self._features = pa, pq, features
-        self.path = path_in(directory, self.NAME)
+        self._pa, self._pq, self._directory, self._features = pa, pq, directory, features
         self._writer: Any = None
+        self._times = 0  # that some were written into the newest file
+        self.paths: list[str] = []
+        """The files."""
         self.count = self.frames = 0
 
     def write(self, episodes: list[Episode], text: Callable[[int], str]) -> None:
         """Write the next ones; ``text`` gives that of a task."""
         pa = self._pa
         lengths = np.array([each.length for each in episodes], np.int64)
-        file_of, zeros = np.array([each.file for each in episodes], np.int64), np.zeros(len(episodes), np.int64)
+        file_of = np.array([each.file for each in episodes], np.int64)
         stop = self.frames + np.cumsum(lengths)
         columns: dict[str, Any] = {
             "episode_index": np.arange(self.count, self.count + len(episodes)),
@@ -128,10 +131,19 @@ class EpisodesFile:
                 values = [each.stats[name][kind].reshape(shape).tolist() for each in episodes]
                 columns[f"stats/{name}/{kind}"] = pa.array(values, self._type(kind, feature))
             columns[f"stats/{name}/count"] = pa.array([[length] for length in lengths.tolist()], pa.list_(pa.int64()))
-        table = pa.table({**columns, "meta/episodes/chunk_index": zeros, "meta/episodes/file_index": zeros})
+        chunk, file = divmod(len(self.paths) - (self._writer is not None), CHUNK)
+        for name, number in (("chunk", chunk), ("file", file)):
+            columns[f"meta/episodes/{name}_index"] = np.full(len(episodes), number)
+        table = pa.table(columns)
         if self._writer is None:
-            self._writer = self._pq.ParquetWriter(self.path, table.schema)
+            name = f"meta/episodes/chunk-{chunk:03d}/file-{file:03d}.parquet"
+            self.paths.append(path_in(self._directory, name))
+            self._writer = self._pq.ParquetWriter(self.paths[-1], table.schema)
         self._writer.write_table(table)
+        self._times += 1
+        if self._times == _MOST_TIMES:
+            self._writer.close()
+            self._writer, self._times = None, 0
         self.count, self.frames = self.count + len(episodes), self.frames + int(lengths.sum())
 
     def _type(self, kind: str, feature: dict[str, Any]) -> Any:
@@ -144,9 +156,10 @@ class EpisodesFile:
 
     def close(self) -> None:
         """Close the file; one of no episodes is written if there were none."""
-        if self._writer is None:
+        if not self.count:
             self.write([], str)
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def stats_shape(feature: dict[str, Any]) -> tuple[int, ...]:

@@ -16,11 +16,11 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.errors import ConfigError
-from pipeline.tools.formats.arrow_rows import carried, schema_of, table_of
+from pipeline.tools.formats.arrow_rows import carried, schema_of, table_bytes, table_of
 from pipeline.tools.formats.folder import OutFolder
 from pipeline.tools.formats.images import png_of
 from pipeline.tools.formats.lerobot_arrow import data_schema, nested_lists
-from pipeline.tools.formats.lerobot_meta import CHUNK, Episode, EpisodesFile, path_in, write_meta
+from pipeline.tools.formats.lerobot_meta import CHUNK, Episode, EpisodesFiles, path_in, write_meta
 from pipeline.tools.formats.lerobot_places import (
     BESIDE,
     DONE,
@@ -62,7 +62,7 @@ class Writing:
         self._held: list[Rows] = []
         self._held_bytes = self._frames = self._tasks = self._waiting_bytes = 0
         self._waiting: list[Episode] = []
-        self._episodes = EpisodesFile(pa, pq, out.directory, self._features)
+        self._episodes = EpisodesFiles(pa, pq, out.directory, self._features)
         self._files: list[_File] = []
         self._closed = 0
         self._totals = {name: Totals() for name in self._features}
@@ -152,7 +152,7 @@ class Writing:
         self._held, self._held_bytes = [], 0
         if self._closed == len(self._files):
             self._files.append(_File(self, self._closed))
-        step = max(1, self._most * len(rows) // max(1, rows.nbytes))
+        step = max(1, self._most * len(rows) // max(1, table_bytes(rows)))
         for begin in range(0, len(rows), step):
             part = rows.part(slice(begin, begin + step))
             self._files[-1].write(self._data(part), self._rows(part), self._nexts(part))
