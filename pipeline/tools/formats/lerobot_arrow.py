@@ -49,8 +49,13 @@ def nested_lists(pa: Any, flat: Any, count: int, shape: tuple[int, ...]) -> Any:
         return flat
     if len(shape) == 1:
         return pa.FixedSizeListArray.from_arrays(flat, shape[0])
+    return lists(pa, flat, count, shape)
+
+
+def lists(pa: Any, flat: Any, count: int, shape: tuple[int, ...]) -> Any:
+    """Return ``count`` lists of a shape, each as long as it says, of their numbers."""
     sizes = [count, *shape]
     for at in range(len(shape), 0, -1):
-        lists = int(np.prod(sizes[:at], dtype=np.int64))
-        flat = pa.ListArray.from_arrays(pa.array(np.arange(lists + 1, dtype=np.int32) * sizes[at]), flat)
+        number = int(np.prod(sizes[:at], dtype=np.int64))
+        flat = pa.ListArray.from_arrays(pa.array(np.arange(number + 1, dtype=np.int32) * sizes[at]), flat)
     return flat

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.tools.formats.folder import OutFolder
+from pipeline.tools.formats.lerobot_arrow import lists
 from pipeline.tools.formats.lerobot_stats import QUANTILES, Stats, Totals
 
 CHUNK = 1000
@@ -128,8 +129,9 @@ class EpisodesFiles:
         for name, feature in self._features.items():
             shape = stats_shape(feature)
             for kind in (*_KINDS, *QUANTILES):
-                values = [each.stats[name][kind].reshape(shape).tolist() for each in episodes]
-                columns[f"stats/{name}/{kind}"] = pa.array(values, self._type(kind, feature))
+                values = [each.stats[name][kind].reshape(-1) for each in episodes]
+                flat = pa.array(np.concatenate(values) if values else np.empty(0))
+                columns[f"stats/{name}/{kind}"] = lists(pa, flat.cast(self._type(kind, feature)), len(values), shape)
             columns[f"stats/{name}/count"] = pa.array([[length] for length in lengths.tolist()], pa.list_(pa.int64()))
         chunk, file = divmod(len(self.paths) - (self._writer is not None), CHUNK)
         for name, number in (("chunk", chunk), ("file", file)):
@@ -147,12 +149,11 @@ class EpisodesFiles:
         self.count, self.frames = self.count + len(episodes), self.frames + int(lengths.sum())
 
     def _type(self, kind: str, feature: dict[str, Any]) -> Any:
-        """Return the type that LeRobot gives a statistic: it reads these files together with those that it adds."""
+        """Return the type that LeRobot gives the numbers of a statistic: it reads these files together with those that
+        it adds."""
         pa, dtype = self._pa, feature["dtype"]
-        if dtype == "image":
-            return pa.list_(pa.list_(pa.list_(pa.float64())))
         whole = pa.bool_() if dtype == "bool" else pa.int64() if "int" in dtype else pa.float64()
-        return pa.list_(whole if kind in ("min", "max") else pa.float64())
+        return whole if kind in ("min", "max") else pa.float64()
 
     def close(self) -> None:
         """Close the file; one of no episodes is written if there were none."""
