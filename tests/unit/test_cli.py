@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 import pipeline.cli
-from pipeline.cli import command, command_names, main, pages
+from pipeline.cli import command, command_names, main, pages, transfer
 from pipeline.cli.status import CODES, USAGE
 
 ROOT = Path(__file__).parents[2]
@@ -98,3 +99,16 @@ class TestPage:
         rows = [line.split("|") for line in PAGE.read_text().splitlines() if re.match(r"\| \d \|", line)]
         told = {int(row[1]): row[2].strip() for row in rows}
         assert told == {USAGE: "", **{code: state for state, code in CODES.items()}}
+
+
+@pytest.mark.parametrize("before", [None, "mimalloc"])
+def test_arrow_takes_its_memory_from_the_system_unless_somebody_says_otherwise(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, seen = "ARROW_DEFAULT_MEMORY_POOL", list[str | None]()
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    assert transfer.ended("forebay export", lambda told: seen.append(os.environ.get(name))) == transfer.DONE
+    assert seen == [before or "system"]
+    assert os.environ.get(name) == before
