@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.buffer.transitions.columns import Column
+from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.buffer.transitions.layout import RowLayout
 from pipeline.errors import Damaged
 from pipeline.store.frames import crc32c_more
@@ -22,6 +22,25 @@ class Extra(NamedTuple):
 
     name: str
     dtype: np.dtype[np.generic]
+
+
+class Wanted(NamedTuple):
+    """What there is to be moved of each row.
+
+    Attributes:
+        schema: the columns.
+        extras: what the selection has of each row.
+        nexts: columns of next observations that are kept aside.
+    """
+
+    schema: Schema
+    extras: list[Extra]
+    nexts: list[Column]
+
+
+def extras_named(names: Sequence[str]) -> list[Extra]:
+    """Return what lies in files of these names; their ends are dtypes."""
+    return [Extra(name, np.dtype(name.rpartition(".")[2])) for name in names]
 
 
 class SomeRows(NamedTuple):

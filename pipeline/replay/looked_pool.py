@@ -4,7 +4,6 @@ another order than the slots."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from math import prod
 from typing import Any
 
@@ -16,11 +15,9 @@ from pipeline.buffer.transitions.elsewhere import Numbers, OldestFirst, pieces
 from pipeline.buffer.transitions.given import wholes
 from pipeline.buffer.transitions.storage import TransitionStorage
 from pipeline.checkpoint.generations import Stored
-from pipeline.errors import Damaged
 from pipeline.replay.looked import Changes, LookedRing, LookedRows
 from pipeline.replay.looked_order import BySlot, Named, Slots
-from pipeline.replay.pooling import block_of
-from pipeline.replay.row_set import RowSet
+from pipeline.replay.pool_files import AT, KEYS, PoolFiles
 from pipeline.replay.state import BufferState
 from pipeline.replay.values import Values, ValuesFile, WrittenBackInAnyOrder, put_rows, written_files
 from pipeline.store.held import HeldSegments
@@ -233,68 +230,13 @@ class WrittenInPool:
                 put_rows(array, rows[named], values.reshape(-1, *column.shape))
 
 
-def find_rows(
-    ring: LookedPool, state: BufferState, stored: Stored, blocks: Sequence[Block], told: Callable[[int], None]
-) -> list[Block]:
+def find_rows(ring: LookedPool, state: BufferState, stored: Stored, told: Callable[[int], None]) -> list[Block]:
     """Let a pool know where its rows lie, whose counters are there; return the blocks in which they do. What is read is
     checked.
 
     Raises:
-        ValueError, LookupError: it does not fit together.
-        Damaged: rows are in no block.
+        Damaged: it does not fit together.
     """
-    values = Values(stored)
-    named = {name.rpartition(".")[0]: name for name in values.names if name.startswith(_POOL)}
-    keys, serials, at = (named[f"{_POOL}{name}"] for name in ("keys", "serials", "at"))
-    with closing(values.file(keys, told)) as file:
-        _check_keys(file, state, ring.capacity)
-    with closing(values.file(serials, told)) as file:
-        last = -1
-        for first, piece in _counted("serials", file, state.size, 0, state.added - 1):
-            if (np.diff(piece, prepend=last) <= 0).any():
-                raise ValueError(f"{_POOL}serials: from {first} on they do not rise")
-            last = int(piece[-1])
-    with closing(values.file(at, told)) as file:
-        blocks = sorted(blocks, key=lambda block: block.first)
-        needed = _needed(_counted("at", file, state.size, -1, state.pool[3] - 1), blocks, stored)
-    ring.take(values.file(keys), values.file(at), state.pool[1], told)
-    return needed
-
-
-def _counted(name: str, file: ValuesFile, count: int, least: int, most: int) -> Iterator[tuple[int, Ints]]:
-    """Yield so many whole numbers piece by piece."""
-    if len(file) != count:
-        raise ValueError(f"{_POOL}{name} has {len(file)} values; {count} are needed")
-    for first, piece in pieces(file):
-        yield first, wholes(f"{_POOL}{name}", piece, least, most, first=first)
-
-
-def _check_keys(keys: ValuesFile, state: BufferState, capacity: int) -> None:
-    floor, end = state.pool[:2]
-    if floor % capacity:
-        raise ValueError(f"keys are said to begin with {floor}, of slots {capacity}")
-    filled = RowSet(state.size)
-    for _, piece in _counted("keys", keys, state.size, floor, end - 1):
-        slots = piece % capacity
-        filled.add(slots[slots < state.size])
-    if len(filled) < state.size:
-        raise ValueError(f"{state.size} rows do not lie in {len(keys)} slots")
-
-
-def _needed(at: Iterator[tuple[int, Ints]], blocks: Sequence[Block], stored: Stored) -> list[Block]:
-    """Return those of the blocks, which are in their order, in which rows lie."""
-    firsts, counts = (np.array([getattr(each, name) for each in blocks], np.int64) for name in ("first", "count"))
-    begins = np.cumsum(counts) - counts
-    used, there, missing, found = np.zeros(len(blocks), bool), RowSet(int(counts.sum())), 0, 0
-    for _, piece in at:
-        of = block_of(piece, blocks)
-        inside = of >= 0
-        of, piece = of[inside], piece[inside]
-        used[of] = True
-        there.add(begins[of] + piece - firsts[of])
-        found, missing = found + len(piece), missing + len(inside) - len(piece)
-    if found != len(there):
-        raise ValueError(f"{_POOL}at: a place is there more than once")
-    if missing:
-        raise Damaged(f"{stored.folder}: the generation lists no block of {missing} of its rows")
-    return [block for block, is_used in zip(blocks, used.tolist(), strict=True) if is_used]
+    files = PoolFiles(stored, state, stored.folder, told)
+    ring.take(files.file(KEYS), files.file(AT), state.pool[1], told)
+    return [files.blocks[number] for number in files.needed]

@@ -230,7 +230,7 @@ def _read(
 
     def find(ring: Ring, state: BufferState, blocks: Sequence[Block]) -> list[Block]:
         if isinstance(ring, LookedPool):
-            return find_rows(ring, state, own, blocks, told)
+            return find_rows(ring, state, own, told)
         assert isinstance(ring, LookedThinned)
         check_sharing(state, options, own.folder)
         return keep_rows(ring, state, own, blocks)

@@ -8,7 +8,8 @@ where its block is read (:class:`ByBlock`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from math import prod
 from typing import Any
 
@@ -27,17 +28,20 @@ from pipeline.store.rearranged import Rearranged
 from pipeline.store.segments import read_blocks
 
 Ints = np.ndarray
-KEYS, SERIALS, AT = (f"pool.{name}.int64" for name in ("keys", "serials", "at"))
+KEYS, SERIALS, AT = _PLACES = tuple(f"pool.{name}.int64" for name in ("keys", "serials", "at"))
 
 
 class PoolFiles:
     """Where the rows of one pool lie. Blocks."""
 
-    def __init__(self, stored: Stored, state: BufferState, where: str) -> None:
+    def __init__(
+        self, stored: Stored, state: BufferState, where: str, told: Callable[[int], None] | None = None
+    ) -> None:
         """Args:
         stored: the generation, or a shard as if it were one, whose files were compared with its manifest.
         state: of the buffer.
         where: for messages.
+        told: told of the bytes that are read to check them.
 
         Raises:
             Damaged: it does not fit together.
@@ -57,11 +61,23 @@ class PoolFiles:
         self.rows: Ints = np.zeros(len(self.blocks), np.int64)
         """How many rows that are there lie in each block."""
         if self.size:
-            self._look()
+            with ExitStack() as stack:
+                self._look(*(stack.enter_context(closing(self.values.file(name, told))) for name in _PLACES))
 
     def file(self, name: str) -> ValuesFile:
         """Return what there is of each row under a name."""
         return self.values.file(name)
+
+    def rows_of(self, serials: Sequence[int]) -> list[int]:
+        """Return which rows, oldest first, have some numbers among all that were ever added; -1: it is not there."""
+        if not self.size:
+            return [-1 for _ in serials]
+        with closing(self.file(SERIALS)) as file:
+            rows = [file.below(serial) for serial in serials]
+            return [
+                row if row < self.size and int(file.read(row, 1)[0]) == serial else -1
+                for row, serial in zip(rows, serials, strict=True)
+            ]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield where rows begin that are looked at together, and how many they are."""
@@ -80,9 +96,10 @@ class PoolFiles:
                     found.append(at.read(begin, count)[own])
         return np.sort(np.concatenate(found))
 
-    def _look(self) -> None:
-        keys, serials, at, last = self.file(KEYS), self.file(SERIALS), self.file(AT), -1
-        slots = RowSet(self.size)
+    def _look(self, keys: ValuesFile, serials: ValuesFile, at: ValuesFile) -> None:
+        slots, last = RowSet(self.size), -1
+        if self.state.pool[0] % self.state.capacity:
+            raise Damaged(f"{self.where}: keys are said to begin with {self.state.pool[0]}. Restore it from a copy")
         for begin, count in self.pieces():
             slots.add(self._slots(keys.read(begin, count)))
             own = serials.read(begin, count)

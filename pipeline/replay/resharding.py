@@ -24,8 +24,9 @@ from pipeline.distributed import Ranks
 from pipeline.observe import events
 from pipeline.replay.assembling import Assembled
 from pipeline.replay.episode_ids import EpisodeTable, prefix_of
+from pipeline.replay.handing import Wanted, extras_named
 from pipeline.replay.loading import Lost, Read, check_columns
-from pipeline.replay.moving import Mover, Wanted, extras_named
+from pipeline.replay.moving import Mover
 from pipeline.replay.numbering import name_of
 from pipeline.replay.parts import check_order, check_sharing, tag_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of

@@ -1,4 +1,4 @@
-"""A file without a name that grows, and of which parts are read again: for what has to wait and is more than memory."""
+"""A file without a name, of which parts are read again: for what has to wait and is more than memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,25 @@ class Nameless:
             WriteFailed: they cannot be written.
         """
         begin = self._end
-        try:
-            while raw:
-                written = os.pwrite(self._handle, raw, self._end)
-                raw, self._end = raw[written:], self._end + written
-        except OSError as error:
-            raise WriteFailed(f"{self._folder}: what has to wait could not be written: {error}") from error
+        self.put(raw, begin)
+        self._end = begin + len(raw)
         return begin
 
+    def put(self, raw: memoryview, begin: int) -> None:
+        """Write bytes where they belong.
+
+        Raises:
+            WriteFailed: they cannot be written.
+        """
+        try:
+            while raw:
+                written = os.pwrite(self._handle, raw, begin)
+                raw, begin = raw[written:], begin + written
+        except OSError as error:
+            raise WriteFailed(f"{self._folder}: what has to wait could not be written: {error}") from error
+
     def read(self, begin: int, count: int) -> bytes:
-        """Return bytes that were added.
+        """Return bytes that were written.
 
         Raises:
             StoreError: they cannot be read.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.replay.moving import grouped
+from pipeline.replay.homes import grouped
 
 Ints = np.ndarray
 

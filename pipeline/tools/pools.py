@@ -170,15 +170,15 @@ class PoolRows:
             Damaged: a block is not whole.
         """
         found, new = self.episodes, [self.episodes]
-        for _, arrays in self._each(sorting, folder):
+        for arrays in self._each(sorting, folder):
             new.append(np.unique(arrays[EPISODE]).astype(np.int64))
             if sum(map(len, new)) > max(_MOST_NEW, len(found)):
                 found = np.unique(np.concatenate([found, *new]))
                 new.clear()
         self.episodes = np.unique(np.concatenate([found, *new]))
 
-    def _each(self, sorting: Sorting | None, folder: str) -> Iterator[tuple[int, Arrays]]:
-        """Yield the blocks in which rows lie, and the marks of these; of what sort rows are is noted."""
+    def _each(self, sorting: Sorting | None, folder: str) -> Iterator[Arrays]:
+        """Yield the marks of the rows of each block; of what sort these are is noted."""
         if self.schema is None or not len(self):
             return
         blocks = [self.files.blocks[number] for number in self.files.needed]
@@ -192,7 +192,7 @@ class PoolRows:
                 _, records = rows.of(number)
                 rows.into(arrays, records)
                 self._note(sorting.of(arrays, len(records)).astype(np.int64), records["row"], folder)
-            yield number, arrays
+            yield arrays
         held.close()
 
     def _by_block(self, folder: str) -> ByBlock:
@@ -228,15 +228,10 @@ class PoolRows:
     def tails(self) -> list[Tail]:
         """Return the open episodes whose newest row is there, by that row. Where it was not kept, the environment
         begins anew."""
-        found: list[Tail] = []
-        if not len(self):
-            return found
-        serials = self.files.file(SERIALS)
-        for env, serial, episode, place in self.state.open_episodes:
-            at = serials.below(serial)
-            if at < len(self) and int(serials.read(at, 1)[0]) == serial:
-                found.append(Tail(at, env, episode, place))
-        return sorted(found)
+        opened = self.state.open_episodes
+        rows = self.files.rows_of([serial for _, serial, *_ in opened])
+        every = [Tail(at, env, *rest) for at, (env, _, *rest) in zip(rows, opened, strict=True)]
+        return sorted(tail for tail in every if tail.at >= 0)
 
     def origins(self, number: Ints) -> tuple[Ints, Ints]:
         """Return the part that episodes are of, and their numbers there."""

@@ -14,8 +14,8 @@ from pipeline.buffer.transitions.columns import Column, Schema
 from pipeline.checkpoint.descent import ways_after
 from pipeline.checkpoint.generations import GenerationWriter, Stored
 from pipeline.checkpoint.manifest import SHARDS, FileInfo, Manifest, ShardInfo, shard_prefix
-from pipeline.replay.handing import SomeRows
-from pipeline.replay.moving import Gone, Wanted, extras_named
+from pipeline.replay.handing import SomeRows, Wanted, extras_named
+from pipeline.replay.moving import Gone
 from pipeline.replay.resharding import Rank, state_of_rank
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.shards import common_schema

@@ -24,7 +24,8 @@ from pipeline.config.replay import MOST_ROWS
 from pipeline.errors import Damaged
 from pipeline.replay.episode_ids import check_named, maker, prefix_of
 from pipeline.replay.handing import SomeRows
-from pipeline.replay.moving import Found, Mover
+from pipeline.replay.homes import Found
+from pipeline.replay.moving import Mover
 from pipeline.replay.pool_files import SERIALS, PoolFiles
 from pipeline.replay.pooling import numbers_of
 from pipeline.replay.shards import part_of
@@ -93,12 +94,7 @@ class PoolShard:
 
     def opened(self) -> Ints:
         """Return which of the rows, oldest first, are the newest of episodes that have no end yet."""
-        found = []
-        for _, serial, *_ in self.state.open_episodes if self._serials is not None else ():
-            at = self._serials.below(serial) if self._serials is not None else 0
-            if self._serials is not None and at < len(self) and int(self._serials.read(at, 1)[0]) == serial:
-                found.append(at)
-        return np.array(found, np.int64)
+        return np.array(self.files.rows_of([serial for _, serial, *_ in self.state.open_episodes]), np.int64)
 
 
 def shards_of(source: Source) -> list[PoolShard]:

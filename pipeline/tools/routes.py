@@ -11,7 +11,7 @@ from pipeline.buffer.transitions.bodies import some_rows
 from pipeline.buffer.transitions.columns import Arrays
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, PLACE, SERIAL
 from pipeline.replay.handing import Extra
-from pipeline.replay.moving import Found
+from pipeline.replay.homes import Found
 from pipeline.replay.pool_files import ByBlock, PoolFiles
 from pipeline.replay.state import Ends
 from pipeline.replay.values import ValuesFile

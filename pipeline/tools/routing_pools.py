@@ -18,7 +18,9 @@ from pipeline.buffer.transitions.columns import Arrays
 from pipeline.buffer.transitions.layout import EPISODE
 from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.checkpoint.manifest import REPLAY, Manifest
-from pipeline.replay.moving import Found, Mover, Wanted, extras_named
+from pipeline.replay.handing import Wanted, extras_named
+from pipeline.replay.homes import Found
+from pipeline.replay.moving import Mover
 from pipeline.replay.pooling import numbers_of
 from pipeline.replay.selecting import Selected, extras_of, selection_of
 from pipeline.replay.state import BufferState

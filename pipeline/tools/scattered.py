@@ -3,7 +3,6 @@ read from the front once they are there. So a buffer may be larger than memory."
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +11,12 @@ import numpy as np
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.compressed import packed_row, unpacked
 from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, PLACE, SERIAL, RowLayout
-from pipeline.errors import Damaged, WriteFailed
+from pipeline.errors import Damaged
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Gaps, Unfollowed
-from pipeline.replay.handing import SomeRows
-from pipeline.replay.moving import Wanted
+from pipeline.replay.handing import SomeRows, Wanted
 from pipeline.replay.row_set import RowSet
-from pipeline.store.scratch import unnamed
+from pipeline.store.nameless import Nameless
 
 Ints = np.ndarray
 _READ = 4 << 20
@@ -27,18 +25,8 @@ _RENUMBERED = (EPISODE, PLACE, BEHIND, AHEAD, SERIAL, END)
 """The marks that gaps change."""
 
 
-class Heap:
-    """Bytes in the order in which they come, in a file without a name. Blocks."""
-
-    def __init__(self, folder: str) -> None:
-        """Raises:
-        WriteFailed: there can be no such file.
-        """
-        self._folder, self._handle, self._end = folder, -1, 0
-        try:
-            self._handle = unnamed(folder)
-        except OSError as error:
-            raise WriteFailed(f"{folder}: no file for rows can be made there: {error}") from error
+class Heap(Nameless):
+    """Bytes in the order in which they come. Blocks."""
 
     def add(self, content: bytes | memoryview) -> int:
         """Append bytes; return where they begin.
@@ -46,29 +34,20 @@ class Heap:
         Raises:
             WriteFailed: they cannot be written.
         """
-        begin, raw = self._end, memoryview(content)
-        _write(self._handle, raw, begin, self._folder)
-        self._end += len(raw)
-        return begin
+        return self.append(memoryview(content))
 
-    def read(self, begins: Ints, sizes: Ints) -> bytes:
-        """Return the bytes [sizes] from each of ``begins`` on, together; what lies together is read at once."""
+    def gathered(self, begins: Ints, sizes: Ints) -> bytes:
+        """Return the bytes [sizes] from each of ``begins`` on, together; what lies together is read at once.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
         if not len(begins):
             return b""
         edges = np.flatnonzero(begins[1:] != begins[:-1] + sizes[:-1]) + 1
         firsts = begins[np.concatenate([[0], edges])]
-        return b"".join(
-            os.pread(self._handle, size, begin)
-            for begin, size in zip(firsts.tolist(), np.add.reduceat(sizes, [0, *edges]).tolist(), strict=True)
-        )
-
-    def close(self) -> None:
-        """Let the file go."""
-        if self._handle >= 0:
-            handle, self._handle = self._handle, -1
-            os.close(handle)
-
-    __del__ = close
+        lengths = np.add.reduceat(sizes, [0, *edges])
+        return b"".join(map(self.read, firsts.tolist(), lengths.tolist()))
 
 
 class AsideRows:
@@ -96,7 +75,7 @@ class AsideRows:
         """Return which of the rows from ``first`` up to ``end`` have one, and these, by column."""
         rows, begins = self._all()
         low, high = np.searchsorted(rows, (first, end))
-        raw = self._heap.read(begins[low:high], np.full(high - low, self._size))
+        raw = self._heap.gathered(begins[low:high], np.full(high - low, self._size))
         parts = np.split(np.frombuffer(raw, np.uint8).reshape(high - low, self._size), self._ends[:-1], axis=1)
         return rows[low:high], [
             np.frombuffer(part.tobytes(), column.bits).reshape(high - low, *column.shape)
@@ -132,15 +111,6 @@ class Packed(NamedTuple):
     nexts: list[np.ndarray]
 
 
-def _write(handle: int, raw: memoryview, offset: int, folder: str) -> None:
-    try:
-        while raw:
-            written = os.pwrite(handle, raw, offset)
-            raw, offset = raw[written:], offset + written
-    except OSError as error:
-        raise WriteFailed(f"{folder}: rows could not be written aside: {error}") from error
-
-
 class ScatteredRows:
     """The rows of one rank. Blocks."""
 
@@ -155,8 +125,7 @@ class ScatteredRows:
             WriteFailed: there can be no such file.
         """
         extras = wanted.extras
-        self._layout, self._rows, self._folder = RowLayout(wanted.schema), rows, folder
-        self._handle = -1
+        self._layout, self._rows = RowLayout(wanted.schema), rows
         fields: list[tuple[str, Any]] = [("record", f"V{self._layout.record.itemsize}")]
         fields += [(f"large.{at}", "(2,)i8") for at in range(len(self._layout.large))]
         fields += [(f"extra.{at}", extra.dtype) for at, extra in enumerate(extras)]
@@ -165,10 +134,7 @@ class ScatteredRows:
         self._gaps: Gaps | None = None
         self._alone = False  # whether some have not come, and those that have stay what they are
         self._heap, self._aside = heap, AsideRows(heap, wanted.nexts)
-        try:
-            self._handle = unnamed(folder)
-        except OSError as error:
-            raise WriteFailed(f"{folder}: no file for rows can be made there: {error}") from error
+        self._file = Nameless(folder)
 
     def put(self, given: SomeRows) -> None:
         """Write some rows where they belong; such as are compressed, as they are.
@@ -189,7 +155,7 @@ class ScatteredRows:
         raw, size, done = memoryview(packed.view(np.uint8).data), self._kind.itemsize, 0
         self._there.add_runs(rows.runs)
         for begin, length in rows.runs.tolist():
-            _write(self._handle, raw[done * size : (done + length) * size], begin * size, self._folder)
+            self._file.put(raw[done * size : (done + length) * size], begin * size)
             done += length
 
     def _put_large(self, column: Column, rows: np.ndarray) -> Ints:
@@ -209,7 +175,7 @@ class ScatteredRows:
         """Return rows of a large column: dense, or all compressed if one of them is."""
         dense = where[:, 1] < 0
         sizes = np.where(dense, column.nbytes, where[:, 1])
-        raw = self._heap.read(where[:, 0], sizes)
+        raw = self._heap.gathered(where[:, 0], sizes)
         if dense.all():
             return np.frombuffer(raw, column.bits).reshape(len(where), *column.shape)
         rows, ends = np.empty(len(where), object), np.cumsum(sizes).tolist()
@@ -293,7 +259,7 @@ class ScatteredRows:
 
     def _read(self, begin: int, count: int) -> np.ndarray:
         size = self._kind.itemsize
-        return np.frombuffer(os.pread(self._handle, count * size, begin * size), self._kind)
+        return np.frombuffer(self._file.read(begin * size, count * size), self._kind)
 
     def _columns(self, packed: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the packed records of rows, and their large columns."""
@@ -311,8 +277,4 @@ class ScatteredRows:
 
     def close(self) -> None:
         """Let the file go."""
-        if self._handle >= 0:
-            handle, self._handle = self._handle, -1
-            os.close(handle)
-
-    __del__ = close
+        self._file.close()

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.distributed import Ranks
-from pipeline.replay import pool_files
-from pipeline.store import rearranged
-from pipeline.tools import in_step, merge, packing, reshard, resharding_pools, routing, split
+from pipeline.tools import merge, reshard, routing, split
 from tests.properties.conftest import SOAK
-from tests.support.pooled import CHOICES, content, held, load, made, rows
+from tests.support.pooled import CHOICES, content, held, in_pieces, load, made, rows
 from tests.support.ranks import fine, on_ranks
 
 LIFE = st.lists(
@@ -72,9 +70,7 @@ OPTIONS = st.sampled_from(sorted(CHOICES)).map(CHOICES.__getitem__)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sizes, "BLOCK_BYTES", 7000)
     monkeypatch.setattr(routing, "AT_ONCE", 2)
-    for module, pieces in ((in_step, 3), (packing, 3), (pool_files, 4), (resharding_pools, 3)):
-        monkeypatch.setattr(module, "AT_ONCE", pieces)
-    monkeypatch.setattr(rearranged, "_WINDOW", 4)
+    in_pieces(monkeypatch, 3, 4)
 
 
 def room(*directories: Path) -> int:

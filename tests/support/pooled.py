@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pipeline import Prioritized, ReplayBuffer, Uniform, WithoutReplacement
 from pipeline.checkpoint import verify
+from pipeline.replay import pool_files, values
+from pipeline.store import rearranged
+from pipeline.tools import in_step, packing, resharding_pools
 
 CAPACITY = 23
+_IN_PIECES = (in_step, packing, pool_files, resharding_pools, values)
 REMOVERS: dict[str, Any] = {
     "lifo": "lifo",
     "stalest": "stalest",
@@ -30,6 +35,13 @@ CHOICES = {
     for select in SELECTS
     if remove != "lowest_priority" or select == "prioritized"
 }
+
+
+def in_pieces(patch: pytest.MonkeyPatch, count: int, window: int) -> None:
+    """Have so many rows be looked at together, and so many places where these are in another order."""
+    for module in _IN_PIECES:
+        patch.setattr(module, "AT_ONCE", count)
+    patch.setattr(rearranged, "_WINDOW", window)
 
 
 def made(directory: Path, capacity: int = CAPACITY, **options: Any) -> ReplayBuffer:

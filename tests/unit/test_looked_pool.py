@@ -14,36 +14,19 @@ import pytest
 
 from pipeline import ConfigError, ReplayBuffer, Starved
 from pipeline.buffer.transitions import elsewhere, unread_sums
-from pipeline.checkpoint.generations import find_generations
 from pipeline.errors import Damaged
-from pipeline.replay import looked, looked_order, looked_pool
+from pipeline.replay import looked, looked_order, looked_pool, pool_files
 from pipeline.replay.looked_pool import LookedPool
-from pipeline.replay.looking import look_at
-from pipeline.store.layout import Layout
 from pipeline.tools import sample_run
+from tests.support.looked import KINDS, SELECTIONS, change, draw, rows, seen
 from tests.support.opening import reseal
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
 SEEDS = range(200) if SOAK else range(4)
 
-SELECTIONS: dict[str, dict[str, Any]] = {
-    "uniform": {"select": "uniform"},
-    "uses": {"select": "uniform", "uses": 2},
-    "epochs": {"select": "without_replacement"},
-    "epochs that drop": {"select": "without_replacement", "last": "drop"},
-    "epochs of uses": {"select": "without_replacement", "uses": 2, "last": "keep"},
-    "fifo": {"select": "ordered", "by": "fifo"},
-    "lifo": {"select": "ordered", "by": "lifo", "uses": 1},
-    "queue": {"select": "ordered", "by": "fifo", "uses": 1},
-    "stalest": {"select": "ordered", "by": "stalest"},
-    "freshest": {"select": "ordered", "by": "freshest", "uses": 2},
-    "least": {"select": "ordered", "by": "min", "field": "reward"},
-    "most": {"select": "ordered", "by": "max", "field": "reward", "uses": 1},
-    "ageing": {"select": "staleness", "half_life": 0.01},
-    "slowly ageing": {"select": "staleness", "half_life": 3.0},
-    "prioritized": {"select": "prioritized", "eps": 0.01},
-    "prioritized by all": {"select": "prioritized", "eps": 0.01, "weights": "buffer", "alpha": 0.7},
-}
+OF_POOLS: dict[str, dict[str, Any]] = {
+    name: each for name, each in SELECTIONS.items() if "window" not in each and "window_trajectories" not in each
+} | {"prioritized by all": {"select": "prioritized", "eps": 0.01, "weights": "buffer", "alpha": 0.7}}
 REMOVALS: dict[str, Any] = {
     "least": {"by": "min", "field": "reward"},
     "most": {"by": "max", "field": "reward"},
@@ -51,17 +34,6 @@ REMOVALS: dict[str, Any] = {
     "lifo": "lifo",
     "priority": "lowest_priority",
 }
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "compressed": {"compress": {"big": "zlib"}}}
-
-
-def rows(rng: np.random.Generator, count: int, *, big: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "obs": rng.integers(0, 9, (count, 3)).astype(np.float32),
-        "action": rng.integers(0, 5, count),
-        "reward": np.where(rng.random(count) < 0.1, np.nan, rng.integers(0, 60, count)),
-        "done": rng.random(count) < 0.15,
-    }
-    return found | ({"big": rng.integers(0, 3, (count, 40, 30), np.uint8)} if big else {})
 
 
 def lived(directory: str, select: Mapping[str, Any], options: Mapping[str, Any], seed: int, capacity: int) -> None:
@@ -72,50 +44,27 @@ def lived(directory: str, select: Mapping[str, Any], options: Mapping[str, Any],
             buffer.resume()
             for step in range(int(rng.integers(1, 5))):
                 if len(buffer) and rng.random() < 0.7:  # of rows that were saved before
-                    change(buffer, rng)
+                    change(buffer, rng, (1, 5, 100))
                 for _ in range(int(rng.integers(1, 7))):
                     count = int(rng.integers(1, 30))
                     buffer.extend(
-                        rows(rng, count, big="compress" in options), version=int(rng.integers(0, 2 + 3 * step))
+                        rows(rng, count, big="compress" in options, rewards=60),
+                        version=int(rng.integers(0, 2 + 3 * step)),
                     )
                 for _ in range(int(rng.integers(0, 3))):
                     if rng.random() < 0.5:
-                        change(buffer, rng)
+                        change(buffer, rng, (1, 5, 100))
                     draw(buffer, int(rng.integers(1, 9)))
                 if rng.random() < 0.05:
                     buffer.clear()
-                    buffer.extend(rows(rng, 20, big="compress" in options))
+                    buffer.extend(rows(rng, 20, big="compress" in options, rewards=60))
                 buffer.save(10 * life + step, wait=True)
-
-
-def change(buffer: ReplayBuffer, rng: np.random.Generator) -> None:
-    keys = np.unique(buffer.ring.keys()[rng.integers(0, len(buffer), int(rng.choice([1, 5, 100])))])
-    buffer.write_back(keys, {"reward": rng.integers(-3, 9, len(keys)).astype(np.float64)})
-    if buffer.drawer.takes_priorities:
-        buffer.update_priorities(keys, rng.integers(0, 4, len(keys)))
-
-
-def draw(buffer: ReplayBuffer, count: int) -> Any:
-    """Return what a batch holds; an error if there is none."""
-    try:
-        batch = buffer.sample(count)
-    except Starved as error:
-        return str(error)
-    columns = {name: batch[name].numpy().tobytes() for name in batch.columns}
-    marks = [batch.versions.tolist(), batch.episodes.tolist(), batch.places.tolist(), batch.weights.tolist()]
-    return batch.keys.tolist(), columns, marks
-
-
-def seen(directory: str, *, seed: int | None = None) -> ReplayBuffer:
-    layout = Layout(directory)
-    run = layout.read_run()
-    assert run is not None
-    return look_at(layout, run.tag, find_generations(layout, run.run_id).complete[-1], seed=seed)
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elsewhere, "AT_ONCE", 8)
+    monkeypatch.setattr(pool_files, "AT_ONCE", 8)
     monkeypatch.setattr(unread_sums, "_AT_ONCE", 16)
     monkeypatch.setattr(looked, "_SPAN", 300)
     monkeypatch.setattr(looked_order, "_LEAST", 5)
@@ -126,9 +75,9 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CASES = [
     (selection, removal, kind)
-    for selection, select in SELECTIONS.items()
+    for selection, select in OF_POOLS.items()
     for removal in REMOVALS
-    for kind in KINDS
+    for kind in ("plain", "compressed")
     if (removal != "priority" or select["select"] == "prioritized")
     and (kind == "plain" or removal in ("least", "lifo"))
 ]
@@ -136,7 +85,7 @@ CASES = [
 
 @pytest.mark.parametrize(("selection", "removal", "kind"), CASES)
 def test_what_comes_next_is_drawn(run_directory: str, selection: str, removal: str, kind: str) -> None:
-    select = SELECTIONS[selection]
+    select = OF_POOLS[selection]
     options = KINDS[kind] | {"remove": REMOVALS[removal]}
     for seed in SEEDS:
         capacity = 10 + 17 * (seed % 5)
@@ -156,7 +105,7 @@ def test_more_than_there_are_are_refused(run_directory: str, by: str) -> None:
     select = {"select": "ordered", "by": by, **({"field": "reward"} if by == "min" else {})}
     with ReplayBuffer(30, directory=run_directory, select=select, remove="lifo") as buffer:
         buffer.resume()
-        buffer.extend(rows(np.random.default_rng(1), 20, big=False))
+        buffer.extend(rows(np.random.default_rng(1), 20, big=False, rewards=60))
         buffer.save(1, wait=True)
         found = seen(run_directory)
         assert draw(found, 21) == draw(buffer, 21)
@@ -168,7 +117,7 @@ def test_an_empty_pool(run_directory: str) -> None:
         buffer.resume()
         buffer.save(1, wait=True)
         assert len(seen(run_directory)) == 0
-        buffer.extend(rows(np.random.default_rng(1), 20, big=False))
+        buffer.extend(rows(np.random.default_rng(1), 20, big=False, rewards=60))
         buffer.clear()
         buffer.save(2, wait=True)
     with pytest.raises(Starved):
@@ -212,12 +161,12 @@ def test_an_order_of_which_hardly_any_row_is_left(run_directory: str, monkeypatc
     assert len(looks) < 40
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", OF_POOLS)
 def test_what_is_read_is_told(run_directory: str, selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looked_order, "_LEAST", 700)
-    with ReplayBuffer(3000, directory=run_directory, select=SELECTIONS[selection], remove="lifo") as buffer:
+    with ReplayBuffer(3000, directory=run_directory, select=OF_POOLS[selection], remove="lifo") as buffer:
         buffer.resume()
-        buffer.extend(rows(np.random.default_rng(1), 3000, big=False), version=3)
+        buffer.extend(rows(np.random.default_rng(1), 3000, big=False, rewards=60), version=3)
         draw(buffer, 5)
         buffer.save(1, wait=True)
     told: list[tuple[int, int]] = []
@@ -228,12 +177,13 @@ def test_what_is_read_is_told(run_directory: str, selection: str, monkeypatch: p
     assert 0.6 * totals[0] < done[-1] <= totals[0]
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", OF_POOLS)
 def test_nothing_is_as_long_as_the_rows(run_directory: str, selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for a bit or two of each, where they are checked, sums of a sixteenth of them, and an epoch's order."""
     count = 200_000
     for place, name, value in (
         (elsewhere, "AT_ONCE", 1 << 12),
+        (pool_files, "AT_ONCE", 1 << 12),
         (unread_sums, "_AT_ONCE", 1 << 12),
         (looked, "_SPAN", 1 << 16),
         (looked_order, "_LEAST", 1 << 12),
@@ -241,9 +191,9 @@ def test_nothing_is_as_long_as_the_rows(run_directory: str, selection: str, monk
         (looked_pool, "_EACH", 1 << 12),
     ):
         monkeypatch.setattr(place, name, value)
-    with ReplayBuffer(count, directory=run_directory, select=SELECTIONS[selection], remove="lifo") as buffer:
+    with ReplayBuffer(count, directory=run_directory, select=OF_POOLS[selection], remove="lifo") as buffer:
         buffer.resume()
-        buffer.extend(rows(np.random.default_rng(1), count, big=False), version=3)
+        buffer.extend(rows(np.random.default_rng(1), count, big=False, rewards=60), version=3)
         draw(buffer, 5)
         buffer.save(1, wait=True)
         expected = draw(buffer, 4)
@@ -293,7 +243,7 @@ def test_what_does_not_fit_together_is_damaged(run_directory: str, part: str, ch
     options: dict[str, Any] = {"select": {"select": "without_replacement", "uses": 2}, "remove": "lifo"}
     with ReplayBuffer(40, directory=run_directory, **options) as buffer:
         buffer.resume()
-        buffer.extend(rows(np.random.default_rng(1), 40, big=False))
+        buffer.extend(rows(np.random.default_rng(1), 40, big=False, rewards=60))
         buffer.sample(5)
         buffer.save(1, wait=True)
     path = Path(reseal(run_directory), "values", part)

@@ -12,53 +12,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import ReplayBuffer, Starved
+from pipeline import ReplayBuffer
 from pipeline.buffer.transitions import elsewhere, unread_sums
-from pipeline.checkpoint.generations import find_generations
 from pipeline.errors import Damaged
 from pipeline.replay import looked, looked_order
 from pipeline.replay.looked_thinned import LookedThinned
-from pipeline.replay.looking import look_at
-from pipeline.store.layout import Layout
 from pipeline.tools import sample_run
+from tests.support.looked import KINDS, SELECTIONS, change, draw, rows, seen
 from tests.support.opening import reseal
 
 SOAK = int(os.environ.get("FOREBAY_SOAK", "1")) > 1
 SEEDS = range(200) if SOAK else range(4)
-
-SELECTIONS: dict[str, dict[str, Any]] = {
-    "uniform": {"select": "uniform"},
-    "window": {"select": "uniform", "window": 20},
-    "some episodes": {"select": "uniform", "window_trajectories": 3},
-    "every episode": {"select": "uniform", "window_trajectories": 1000},
-    "uses": {"select": "uniform", "uses": 2},
-    "uses of the newest": {"select": "uniform", "uses": 3, "window_trajectories": 6},
-    "epochs": {"select": "without_replacement"},
-    "epochs of uses": {"select": "without_replacement", "uses": 2, "last": "keep"},
-    "lifo": {"select": "ordered", "by": "lifo", "uses": 1},
-    "queue": {"select": "ordered", "by": "fifo", "uses": 1},
-    "stalest": {"select": "ordered", "by": "stalest"},
-    "freshest": {"select": "ordered", "by": "freshest", "uses": 2},
-    "most": {"select": "ordered", "by": "max", "field": "reward", "uses": 1},
-    "slowly ageing": {"select": "staleness", "half_life": 3.0},
-    "prioritized": {"select": "prioritized", "eps": 0.01},
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "shared": {"share_next_obs": True},
-    "compressed": {"compress": {"big": "zlib"}},
-}
-
-
-def rows(rng: np.random.Generator, count: int, *, big: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "obs": rng.integers(0, 9, (count, 3)).astype(np.float32),
-        "action": rng.integers(0, 5, count),
-        "reward": np.where(rng.random(count) < 0.1, np.nan, rng.integers(0, 6, count)),
-        "next_obs": rng.integers(0, 9, (count, 3)).astype(np.float32),
-        "done": rng.random(count) < 0.15,
-    }
-    return found | ({"big": rng.integers(0, 3, (count, 40, 30), np.uint8)} if big else {})
+OF_EPISODES = (
+    "uniform",
+    "window",
+    "some episodes",
+    "every episode",
+    "uses",
+    "uses of the newest",
+    "epochs",
+    "epochs of uses",
+    "lifo",
+    "queue",
+    "stalest",
+    "freshest",
+    "most",
+    "slowly ageing",
+    "prioritized",
+)
 
 
 def lived(directory: str, select: Mapping[str, Any], kind: Mapping[str, Any], seed: int, capacity: int) -> bool:
@@ -88,31 +69,6 @@ def lived(directory: str, select: Mapping[str, Any], kind: Mapping[str, Any], se
     return bool(said["dropped_open"] + said["dropped_headless"])
 
 
-def change(buffer: ReplayBuffer, rng: np.random.Generator) -> None:
-    keys = np.unique(buffer.ring.keys()[rng.integers(0, len(buffer), 5)])
-    buffer.write_back(keys, {"reward": rng.integers(-3, 9, len(keys)).astype(np.float64)})
-    if buffer.drawer.takes_priorities:
-        buffer.update_priorities(keys, rng.integers(0, 4, len(keys)))
-
-
-def draw(buffer: ReplayBuffer, count: int) -> Any:
-    """Return what a batch holds; an error if there is none."""
-    try:
-        batch = buffer.sample(count)
-    except Starved as error:
-        return str(error)
-    columns = {name: batch[name].numpy().tobytes() for name in batch.columns}
-    marks = [batch.versions.tolist(), batch.episodes.tolist(), batch.places.tolist(), batch.weights.tolist()]
-    return batch.keys.tolist(), columns, marks
-
-
-def seen(directory: str) -> ReplayBuffer:
-    layout = Layout(directory)
-    run = layout.read_run()
-    assert run is not None
-    return look_at(layout, run.tag, find_generations(layout, run.run_id).complete[-1])
-
-
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elsewhere, "AT_ONCE", 8)
@@ -123,7 +79,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", OF_EPISODES)
 def test_what_a_resume_leaves_is_drawn(run_directory: str, selection: str, kind: str) -> None:
     select, options, thinned = SELECTIONS[selection], KINDS[kind], 0
     for seed in SEEDS:
@@ -153,7 +109,7 @@ def test_nothing_is_as_long_as_the_rows(run_directory: str, monkeypatch: pytest.
     monkeypatch.setattr(looked, "_SPAN", 1 << 16)
     monkeypatch.setattr(looked_order, "_KNOWN", 1 << 12)
     given = rows(np.random.default_rng(1), count, big=False) | {"done": np.arange(count) // 8 % 500 == 499}
-    for number, select in enumerate(SELECTIONS.values()):
+    for number, select in enumerate(SELECTIONS[name] for name in OF_EPISODES):
         directory = f"{run_directory}/{number}"
         with ReplayBuffer(count, directory=directory, select=select, incomplete="drop") as buffer:
             buffer.resume()
@@ -172,7 +128,7 @@ def test_nothing_is_as_long_as_the_rows(run_directory: str, monkeypatch: pytest.
         assert most < 4_800_000 + 4 * count + order, select
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", OF_EPISODES)
 def test_what_is_read_is_told(run_directory: str, selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looked_order, "_LEAST", 700)
     monkeypatch.setattr(looked, "_SPAN", 1 << 14)

@@ -15,13 +15,11 @@ from pipeline.buffer.transitions.blocks import decode_block
 from pipeline.buffer.transitions.bodies import some_rows
 from pipeline.checkpoint.generations import Stored, find_generations
 from pipeline.errors import Damaged, WriteFailed
-from pipeline.replay import pool_files, values
 from pipeline.replay.pool_files import AT, KEYS, SERIALS, ByBlock, Changes, PoolFiles
 from pipeline.replay.state import BufferState, read_buffer_state
-from pipeline.store import rearranged
 from pipeline.store.layout import Layout
 from pipeline.store.segments import PayloadReader
-from tests.support.pooled import CHOICES, made, rows, wander
+from tests.support.pooled import CHOICES, in_pieces, made, rows, wander
 
 OPTIONS = [CHOICES["min-uniform"], CHOICES["lowest_priority-prioritized"], {"compress": {"image": "zlib"}}]
 
@@ -45,9 +43,7 @@ def opened(stored: Stored, state: BufferState) -> PoolFiles:
 @pytest.fixture(params=[1, 3, 7, 1 << 18])
 def small(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Pieces of so many rows."""
-    for module in (pool_files, values):
-        monkeypatch.setattr(module, "AT_ONCE", request.param)
-    monkeypatch.setattr(rearranged, "_WINDOW", request.param + 1)
+    in_pieces(monkeypatch, request.param, request.param + 1)
     return int(request.param)
 
 
@@ -155,6 +151,18 @@ def test_a_pool_without_rows_and_a_ring(tmp_path: Path) -> None:
             assert by_block.needed == []
 
 
+def test_rows_are_found_by_their_numbers(tmp_path: Path, small: int) -> None:
+    with made(tmp_path / "a", 20, remove={"by": "min", "field": "score"}) as buffer:
+        buffer.resume()
+        buffer.extend(rows(1, 0, 60))
+        buffer.save(1, wait=True)
+        serials = buffer.ring.serials(buffer.ring.keys()).tolist()
+    files = opened(*saved(tmp_path / "a")[2:])
+    expected = [serials.index(serial) if serial in serials else -1 for serial in range(70)]
+    assert files.rows_of(list(range(70))) == expected
+    assert -1 in expected[:60]
+
+
 class TestDamaged:
     """Whatever the files say, it is an error that says where."""
 
@@ -222,6 +230,12 @@ class TestDamaged:
         keys[keys % 20 == other % 20] = other
         keys.tofile(Path(stored.folder) / "values" / KEYS)
         with pytest.raises(Damaged, match="keys that cannot be theirs"):
+            opened(stored, state)
+
+    def test_keys_that_begin_where_no_slot_does(self, pool: tuple[Stored, BufferState]) -> None:
+        stored, state = pool
+        state.pool[0] -= 1
+        with pytest.raises(Damaged, match="keys are said to begin with -1"):
             opened(stored, state)
 
     @pytest.mark.parametrize("name", [KEYS, SERIALS, AT])

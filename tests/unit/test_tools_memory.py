@@ -14,17 +14,12 @@ import pytest
 from pipeline import ReplayBuffer
 from pipeline.buffer.transitions import blocks as block_sizes
 from pipeline.config import Prioritized
-from pipeline.replay import pool_files
 from pipeline.store import blocks as files_in_blocks
-from pipeline.store import rearranged
 from pipeline.tools import (
     Made,
-    in_step,
     merge,
     output,
-    packing,
     reshard,
-    resharding_pools,
     salvage_run,
     scattered,
     split,
@@ -35,6 +30,7 @@ from pipeline.tools.interchange.streams import KEY, PRIORITY
 from pipeline.tools.kept_rows import rows_of
 from pipeline.tools.pools import Sorting, pools_of
 from pipeline.tools.sources import open_source
+from tests.support.pooled import in_pieces
 
 ROWS, WIDTH = 60_000, 250
 BYTES = ROWS * WIDTH * 4  # of what was written back: 60 MB
@@ -161,9 +157,7 @@ TOOLS: dict[str, Callable[[Path, Path], list[Made]]] = {
 def test_of_the_rows_of_a_pool_few_are_in_memory(
     pools: dict[int, Path], tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (in_step, packing, pool_files, resharding_pools):
-        monkeypatch.setattr(module, "AT_ONCE", 1 << 12)
-    monkeypatch.setattr(rearranged, "_WINDOW", 1 << 12)
+    in_pieces(monkeypatch, 1 << 12, 1 << 12)
     monkeypatch.setattr(scattered, "_READ", 1 << 17)
     monkeypatch.setattr(output, "_GATHERED", 1 << 17)
     monkeypatch.setattr(block_sizes, "BLOCK_BYTES", 1 << 17)

@@ -14,8 +14,6 @@ from pipeline import ConfigError, Fields
 from pipeline.checkpoint.generations import Stored, find_generations
 from pipeline.cli import main
 from pipeline.errors import Damaged, WriteFailed
-from pipeline.replay import pool_files, values
-from pipeline.store import rearranged
 from pipeline.store.layout import Layout
 from pipeline.tools import inspect, one_item, show_item
 from pipeline.tools.exporting import export
@@ -24,7 +22,7 @@ from pipeline.tools.interchange.rows_out import transitions_of
 from pipeline.tools.interchange.runs import open_run
 from pipeline.tools.interchange.streams import END, EPISODE, KEY, PLACE, PRIORITY, VERSION, Rows, joined
 from tests.support.disk import no_space
-from tests.support.pooled import CAPACITY, CHOICES, fill, made, play, wander
+from tests.support.pooled import CAPACITY, CHOICES, fill, in_pieces, made, play, wander
 
 OPTIONS: list[dict[str, Any]] = [
     CHOICES["min-uniform"],
@@ -39,9 +37,7 @@ ENDS = {1: "terminated", 2: "truncated", 3: "left where it was"}
 @pytest.fixture(params=[1, 3, 7, 1 << 18])
 def small(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Pieces of so many rows."""
-    for module in (pool_files, values):
-        monkeypatch.setattr(module, "AT_ONCE", request.param)
-    monkeypatch.setattr(rearranged, "_WINDOW", request.param + 1)
+    in_pieces(monkeypatch, request.param, request.param + 1)
     return int(request.param)
 
 
