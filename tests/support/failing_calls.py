@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,13 +39,17 @@ class Calls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at what this thread calls in here."""
-        before = sys.getprofile()
+        """Look at what this thread calls in here. No garbage is collected meanwhile: what goes then is of whatever ran
+        before, in the whole process, and may call something, a generator that ends where it had come to for one."""
+        before, collects = sys.getprofile(), gc.isenabled()
+        gc.disable()
         sys.setprofile(self._look)
         try:
             yield
         finally:
             sys.setprofile(before)
+            if collects:
+                gc.enable()
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code

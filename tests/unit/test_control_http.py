@@ -273,18 +273,21 @@ class TestTheEnd:
 
     def test_a_forked_child_does_not_keep_the_port(self) -> None:
         ends, theirs = os.pipe()
+        begun, begins = os.pipe()
         with listening() as (_, asker):
             child = os.fork()
             if child == 0:
                 os.close(theirs)
+                os.write(begins, b"x")
                 os.read(ends, 1)  # until the parent is done
                 os._exit(0)
+            os.read(begun, 1)  # until the child runs: before that it cannot have let anything go
         try:
             with pytest.raises(ConnectionRefusedError):
                 asker.ask("GET", "/status")
         finally:
-            os.close(theirs)
-            os.close(ends)
+            for end in (theirs, ends, begun, begins):
+                os.close(end)
             os.waitpid(child, 0)
 
 
