@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.bodies import some_rows
 from pipeline.buffer.transitions.columns import Arrays
-from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, PLACE, SERIAL
+from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, PLACE
 from pipeline.replay.handing import Extra
 from pipeline.replay.homes import Found
 from pipeline.replay.pool_files import ByBlock, PoolFiles
@@ -85,8 +85,7 @@ class RoutedHomes:
 
     def mark(self, records: np.ndarray, found: Found, arrays: Arrays) -> None:
         records[EPISODE], records[PLACE] = arrays[EPISODE], arrays[PLACE]
-        records[AHEAD], records[BEHIND] = 0, 0
-        records[SERIAL] = found.row.astype(np.uint32)
+        records[BEHIND] = 0  # of the others blocks hold none
 
     def extras_of(self, keys: Ints) -> list[np.ndarray]:
         return [self.records[name][keys] for name in self._routes.names]

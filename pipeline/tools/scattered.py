@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.buffer.transitions.columns import Column
 from pipeline.buffer.transitions.compressed import packed_row, unpacked
-from pipeline.buffer.transitions.layout import AHEAD, BEHIND, END, EPISODE, PLACE, SERIAL, RowLayout
+from pipeline.buffer.transitions.layout import BEHIND, END, EPISODE, PLACE, RowLayout
 from pipeline.errors import Damaged
 from pipeline.replay.episode_ids import EpisodeTable
 from pipeline.replay.gaps import Gaps, Unfollowed
@@ -21,8 +21,8 @@ from pipeline.store.nameless import Nameless
 Ints = np.ndarray
 _READ = 4 << 20
 _FEW = 256
-_RENUMBERED = (EPISODE, PLACE, BEHIND, AHEAD, SERIAL, END)
-"""The marks that gaps change."""
+_RENUMBERED = (EPISODE, PLACE, BEHIND, END)
+"""The marks that gaps change, of those that blocks hold."""
 
 
 class Heap(Nameless):
@@ -250,8 +250,6 @@ class ScatteredRows:
                 marks = self._gaps.marks(records[END], first, slice(done, done + count))
                 for name in _RENUMBERED:
                     records[name] = marks[name]
-            if self._alone:
-                records[SERIAL] = (first + done + np.arange(count)).astype(np.uint32)
             done += count
             extras = [packed[f"extra.{at}"] for at in range(len(self._extras))]
             aside, nexts = self._aside.among(begin, begin + count)

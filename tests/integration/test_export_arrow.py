@@ -11,6 +11,7 @@ import pytest
 from pipeline import ReplayBuffer
 from pipeline.errors import ConfigError, Damaged
 from pipeline.tools.exporting import export
+from pipeline.tools.formats.arrow_rows import BATCH_BYTES
 from pipeline.tools.importing import import_data
 from tests.support.kept_runs import DTYPES, bits, pipeline_run, trajectory_run
 
@@ -130,3 +131,19 @@ def test_datasets_loads_what_was_written_and_is_read(run: str, tmp_path: Path) -
     imported = import_data(tmp_path / "theirs", tmp_path / "new", rename=RENAME)
     assert (imported.from_, imported.count) == ("datasets", 20)
     check_foreign(tmp_path / "new", imported.notes)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(np.uint8, 1000), (np.float32, 250), (np.float64, 125), (np.uint8, 1024)])
+def test_few_numbers_are_written_at_once_however_narrow_they_are(tmp_path: Path, dtype: Any, width: int) -> None:
+    """While Parquet is written each takes 4 bytes at the least; a column of a kilobyte is one value."""
+    count = 20_000
+    with ReplayBuffer(count, directory=str(tmp_path / "run")) as buffer:
+        buffer.resume()
+        buffer.extend({"x": np.zeros((count, width), dtype)})
+        buffer.save(1, wait=True)
+    export(str(tmp_path / "run"), tmp_path / "out", to="parquet")
+    (path,) = (tmp_path / "out").glob("*.parquet")
+    told = pq.ParquetFile(path).metadata
+    most = max(told.row_group(number).num_rows for number in range(told.num_row_groups))
+    bytes_of_row = width * max(4, np.dtype(dtype).itemsize) if width < 1024 else width
+    assert 0.8 * BATCH_BYTES < most * bytes_of_row <= BATCH_BYTES

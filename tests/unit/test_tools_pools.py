@@ -74,6 +74,23 @@ def test_nothing_is_lost_or_doubled_and_totals_are_sums(tmp_path: Path) -> None:
     assert max(int.from_bytes(each, "little") for each in found["#episode"]) < found["next"]
 
 
+@pytest.mark.parametrize("at_once", [2, 1 << 14])
+def test_of_a_part_the_episodes_are_told_of_which_it_has_rows(
+    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_LISTED_AT_ONCE", at_once)
+    play(tmp_path / "run", 1, 70)
+    split(tmp_path / "run", [tmp_path / "old", tmp_path / "new"], count=9)
+    told = []
+    for part in ("old", "new"):
+        found = load(tmp_path / part)
+        named = json.loads((tmp_path / part / "ids.json").read_text())["episodes"]
+        assert [row[0] for row in named] == sorted({int.from_bytes(each, "little") for each in found["#episode"]})
+        told.append({(part, then) for _, part, then in named})
+    assert told[0] - told[1]
+    assert told[1] - told[0]
+
+
 def test_rows_are_in_the_order_of_their_numbers_and_of_one_number_by_runs(tmp_path: Path) -> None:
     for run in (2, 10):
         play(tmp_path / f"rank_{run}", run, 20)
