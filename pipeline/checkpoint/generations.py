@@ -46,6 +46,8 @@ KINDS = {
     TRAJECTORY_SHARDS: "buffer of trajectories of ranks",
 }
 """What people call what writes generations of each kind."""
+PART = ".part"
+"""What the folder of a generation is called that does not exist yet, or no more, after its number."""
 _NAME = re.compile(r"\d+")
 
 
@@ -256,7 +258,7 @@ class GenerationWriter:
         self._others = others
         self._layout, self._files = layout, files
         self._final = os.path.join(layout.generations, f"{number:08d}")
-        self.folder = self._final + ".part"
+        self.folder = self._final + PART
         self.infos: list[FileInfo] = []
         self._renamed = self._abandoned = self._overtaken = False
         self._unsynced: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -21,12 +22,13 @@ from pipeline.checkpoint.generations import (
 )
 from pipeline.checkpoint.manifest import MANIFEST_VERSION, FileInfo, Manifest, decode_manifest, encode_manifest
 from pipeline.checkpoint.retire import Kept, retire
+from pipeline.checkpoint.survey import without_manifest
 from pipeline.errors import Damaged, NewerFormat, OtherRun, StoreError
 from pipeline.store.frames import crc32c
 from pipeline.store.journal import JournalPosition
 from pipeline.store.layout import Layout, RunFile
 from pipeline.store.segments import SegmentInfo
-from tests.support.disk import ScriptedFiles, new_run
+from tests.support.disk import Killed, ScriptedFiles, new_run
 from tests.support.generations import commit, says, whole
 
 
@@ -171,6 +173,32 @@ class TestRetention:
             commit(layout, marker, number, number)
         retire(layout, ScriptedFiles(), find_generations(layout, marker.run_id).complete, Kept(2))
         assert [number for number, _ in numbers(layout, marker)] == [100_000, 900_000]
+
+    def test_wherever_it_is_cut_no_folder_is_there_that_may_have_been_damaged(
+        self, run: tuple[Layout, RunFile]
+    ) -> None:
+        layout, marker = run
+        again, done = itertools.count(1), False
+        while not done:
+            shutil.rmtree(layout.generations)
+            os.mkdir(layout.generations)
+            for number in range(4):
+                commit(layout, marker, number, number)
+            shutil.copytree(Path(layout.generations, "00000000"), Path(layout.generations, "00000000.part"))
+            files = ScriptedFiles(fail_at=next(again), error=Killed)
+            found = find_generations(layout, marker.run_id).complete
+            try:
+                retire(layout, files, found, Kept(2))
+                done = True
+            except Killed:
+                files.end()
+            left = {name for name in os.listdir(layout.generations) if not name.endswith(".part")}
+            assert without_manifest(layout) == []
+            assert {f"{number:08}" for number, _ in numbers(layout, marker)} == left
+            assert [number for number, _ in numbers(layout, marker)][-2:] == [2, 3]
+            retire(layout, ScriptedFiles(), found, Kept(2))
+            assert set(os.listdir(layout.generations)) == {"00000002", "00000003"}
+        assert next(again) > 20
 
     def test_leftovers_up_to_the_newest_are_removed_and_what_is_foreign_or_beyond_it_stays(
         self, run: tuple[Layout, RunFile]
