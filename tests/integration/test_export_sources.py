@@ -105,6 +105,21 @@ def test_rows_that_lie_in_any_order_come_with_their_own_keys(tmp_path: Path, rem
             assert np.isclose(reward, found["reward"][run].sum()), step
 
 
+def test_lines_by_themselves_come_in_unless_some_of_them_are_bytes(tmp_path: Path) -> None:
+    for name, column in (("numbers", np.arange(4.0)), ("bytes", np.zeros(4, np.complex64))):
+        with ReplayBuffer(4, directory=str(tmp_path / name)) as buffer:
+            buffer.resume()
+            buffer.extend({"obs": np.arange(4), "x": column})
+            buffer.save(1, wait=True)
+        export(tmp_path / name, tmp_path / f"{name} out", to="jsonl")
+        (path,) = (tmp_path / f"{name} out").glob("*.jsonl")
+        path.rename(tmp_path / f"{name}.jsonl")
+    assert import_data(tmp_path / "numbers.jsonl", tmp_path / "new").count == 4
+    with pytest.raises(Damaged, match=r"'x' are bytes there.*forebay\.json"):
+        import_data(tmp_path / "bytes.jsonl", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
 async def test_of_a_run_whose_rollouts_fill_a_buffer_either_is_exported(tmp_path: Path) -> None:
     buffer = ReplayBuffer(1000, seed=1)
     async with experience.fed(buffer, directory=str(tmp_path / "run")) as pipe:

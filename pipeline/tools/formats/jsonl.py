@@ -15,8 +15,9 @@ import msgspec
 
 from pipeline.errors import Damaged
 from pipeline.store.files import open_plain
-from pipeline.tools.formats.folder import OutFolder, bytes_of_parts, checked_parts, is_described, read_described
+from pipeline.tools.formats.folder import FILE, OutFolder, bytes_of_parts, checked_parts, is_described, read_described
 from pipeline.tools.formats.json_values import (
+    BASE64,
     plain_from_json,
     plain_to_json,
     rows_from_json,
@@ -221,6 +222,7 @@ def _foreign_stream(path: str) -> Stream:
     size = sum(map(os.path.getsize, names))
     first = next((line for name in names for _, line in _numbered(name)), {})
     if "tensors" not in first:
+        _no_bytes(first, path)
         return foreign_rows(lambda: _foreign(names), path, nbytes=size)
     content = TRAJECTORIES if "envs" in first else ROLLOUTS
 
@@ -230,6 +232,16 @@ def _foreign_stream(path: str) -> Stream:
                 yield _record(line, content, f"{name}, line {number}")
 
     return Records(content, About(), records, size)
+
+
+def _no_bytes(line: dict[str, Any], path: str) -> None:
+    """Refuse lines of an export that are taken by themselves, if nothing in them says what some of it is."""
+    names = [name for name, value in line.items() if isinstance(value, dict) and value.keys() == {BASE64}]
+    if names:
+        raise Damaged(
+            f"{path}: {', '.join(map(repr, names))} are bytes there, and which dtype and shape they have stands in the "
+            f"{FILE} of the folder that forebay export wrote, which is not there; import that folder"
+        )
 
 
 def _foreign(names: list[str]) -> Iterator[dict[str, list[Any]]]:
