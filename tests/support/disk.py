@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipeline.checkpoint.generations import PART
 from pipeline.store.files import OsFiles
 from pipeline.store.journal import read_journal
 from pipeline.store.layout import Layout, RunFile
@@ -132,7 +133,8 @@ class ScriptedFiles(OsFiles):
         self._leave(self._enter("close"))
 
     def rename(self, old: str, new: str) -> None:
-        due = self._enter("rename")
+        # What takes a generation out of the way cleans up, and what gives a file or a folder its name commits.
+        due = self._enter("set_aside" if new.endswith(PART) else "rename")
         super().rename(old, new)
         self._leave(due)
 
