@@ -28,6 +28,7 @@ from pipeline.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from pipeline.checkpoint.removing import PART, remove_generation, remove_tree
 from pipeline.checkpoint.trainer_state import CapturedState, check_file
 from pipeline.errors import Damaged, ForebayError, Locked, NewerFormat, OtherRun, StoreError, UsageError, WriteFailed
 from pipeline.store.files import FilesLike, open_plain
@@ -46,8 +47,6 @@ KINDS = {
     TRAJECTORY_SHARDS: "buffer of trajectories of ranks",
 }
 """What people call what writes generations of each kind."""
-PART = ".part"
-"""What the folder of a generation is called that does not exist yet, or no more, after its number."""
 _NAME = re.compile(r"\d+")
 
 
@@ -273,7 +272,7 @@ class GenerationWriter:
         if os.path.lexists(os.path.join(self._final, MANIFEST_FILE)):
             raise StoreError(f"{self._final}: generation {self.number} exists; a generation is never written over")
         remove_tree(self._files, self.folder)
-        remove_tree(self._files, self._final)
+        remove_generation(self._files, self._final)
         self._files.makedirs(self.folder)
 
     def begin_with(self, states: Sequence[CapturedState], links: Iterable[tuple[str, FileInfo]] = ()) -> None:
@@ -413,9 +412,11 @@ class GenerationWriter:
             # What has these names by now may be the other process's, which cleans up too.
             if self._overtaken or self._others:
                 return
-            for folder in (self.folder, *([self._final] if self._renamed else [])):
-                with suppress(OSError):
-                    remove_tree(self._files, folder)
+            with suppress(OSError):
+                remove_tree(self._files, self.folder)
+            with suppress(OSError):
+                if self._renamed:
+                    remove_generation(self._files, self._final)
 
     def target(self, path: str) -> str:
         """Return where a file of the generation is written, and make its folder."""
@@ -424,29 +425,6 @@ class GenerationWriter:
         if parent != self.folder:
             self._files.makedirs(parent)
         return target
-
-
-def remove_tree(files: FilesLike, path: str) -> None:
-    """Remove a folder and all in it, its manifest first; an absent one is no error."""
-    if not os.path.lexists(path):
-        return
-    if os.path.islink(path) or not os.path.isdir(path):  # what a link leads to belongs to somebody else
-        files.unlink(path)
-        return
-    manifest = os.path.join(path, MANIFEST_FILE)
-    if os.path.lexists(manifest):
-        files.unlink(manifest)
-        files.sync_directory(path)
-    for folder, folders, names in os.walk(path, topdown=False):
-        for name in names:
-            files.unlink(os.path.join(folder, name))
-        for name in folders:
-            full = os.path.join(folder, name)
-            if os.path.islink(full):
-                files.unlink(full)
-            else:
-                files.rmdir(full)
-    files.rmdir(path)
 
 
 def _walk(folder: str) -> list[str]:

@@ -10,8 +10,9 @@ from datetime import datetime
 from typing import NamedTuple
 
 from pipeline.checkpoint.collect import Needs
-from pipeline.checkpoint.generations import PART, Stored, remove_tree
+from pipeline.checkpoint.generations import Stored
 from pipeline.checkpoint.manifest import MANIFEST_FILE
+from pipeline.checkpoint.removing import PART, remove_generation, remove_tree
 from pipeline.store.files import FilesLike
 from pipeline.store.layout import Layout
 
@@ -69,9 +70,6 @@ def _written(stored: Stored) -> float:
 def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], kept: Kept) -> list[int]:
     """Remove the generations that are not kept, and what crashes left over. Blocks.
 
-    Each is set aside before anything in it is removed: a crash must not leave a folder without a manifest under a
-    generation's name, of which nobody could tell whether it was damaged.
-
     Returns:
         The numbers of the generations that were removed.
     """
@@ -80,10 +78,8 @@ def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], kept: Kept
     gone = []
     for each in stored:
         if each.manifest.generation not in staying:
-            _set_aside(files, each.folder)
+            remove_generation(files, each.folder)
             gone.append(each.manifest.generation)
-    if gone:
-        files.sync_directory(layout.generations)
     newest = stored[-1].manifest.generation if stored else -1
     for name in os.listdir(layout.generations):
         number, dot, rest = name.partition(".")
@@ -94,10 +90,3 @@ def retire(layout: Layout, files: FilesLike, found: Iterable[Stored], kept: Kept
         if unfinished and _NAME.fullmatch(number) and int(number) <= newest:
             remove_tree(files, folder)
     return gone
-
-
-def _set_aside(files: FilesLike, folder: str) -> None:
-    """Give a generation the name of an unfinished one; if it was removed before, nothing is done."""
-    if os.path.lexists(folder):
-        remove_tree(files, folder + PART)  # of a save that a crash cut off before another one had the number
-        files.rename(folder, folder + PART)

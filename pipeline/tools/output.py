@@ -15,8 +15,9 @@ from typing import Self
 
 import msgspec
 
-from pipeline.checkpoint.generations import GenerationWriter, remove_tree
+from pipeline.checkpoint.generations import GenerationWriter
 from pipeline.checkpoint.manifest import FileInfo
+from pipeline.checkpoint.removing import remove_tree
 from pipeline.errors import ConfigError, ForebayError, WriteFailed
 from pipeline.store.files import FilesLike, OsFiles
 from pipeline.store.frames import crc32c_more

@@ -105,11 +105,16 @@ def test_rows_that_lie_in_any_order_come_with_their_own_keys(tmp_path: Path, rem
             assert np.isclose(reward, found["reward"][run].sum()), step
 
 
-def test_lines_by_themselves_come_in_unless_some_of_them_are_bytes(tmp_path: Path) -> None:
-    for name, column in (("numbers", np.arange(4.0)), ("bytes", np.zeros(4, np.complex64))):
+@pytest.mark.parametrize(
+    "column",
+    [np.zeros(4, np.complex64), np.array([0.0, 1.0, np.nan, 2.0])],
+    ids=["no numbers of JSON", "one that is none"],
+)
+def test_lines_by_themselves_come_in_unless_some_of_them_are_bytes(tmp_path: Path, column: np.ndarray) -> None:
+    for name, values in (("numbers", np.arange(4.0)), ("bytes", column)):
         with ReplayBuffer(4, directory=str(tmp_path / name)) as buffer:
             buffer.resume()
-            buffer.extend({"obs": np.arange(4), "x": column})
+            buffer.extend({"obs": np.arange(4), "x": values})
             buffer.save(1, wait=True)
         export(tmp_path / name, tmp_path / f"{name} out", to="jsonl")
         (path,) = (tmp_path / f"{name} out").glob("*.jsonl")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.checkpoint.generations import PART
+from pipeline.checkpoint.removing import PART
 from pipeline.store.files import OsFiles
 from pipeline.store.journal import read_journal
 from pipeline.store.layout import Layout, RunFile

@@ -222,7 +222,6 @@ def _foreign_stream(path: str) -> Stream:
     size = sum(map(os.path.getsize, names))
     first = next((line for name in names for _, line in _numbered(name)), {})
     if "tensors" not in first:
-        _no_bytes(first, path)
         return foreign_rows(lambda: _foreign(names), path, nbytes=size)
     content = TRAJECTORIES if "envs" in first else ROLLOUTS
 
@@ -234,16 +233,6 @@ def _foreign_stream(path: str) -> Stream:
     return Records(content, About(), records, size)
 
 
-def _no_bytes(line: dict[str, Any], path: str) -> None:
-    """Refuse lines of an export that are taken by themselves, if nothing in them says what some of it is."""
-    names = [name for name, value in line.items() if isinstance(value, dict) and value.keys() == {BASE64}]
-    if names:
-        raise Damaged(
-            f"{path}: {', '.join(map(repr, names))} are bytes there, and which dtype and shape they have stands in the "
-            f"{FILE} of the folder that forebay export wrote, which is not there; import that folder"
-        )
-
-
 def _foreign(names: list[str]) -> Iterator[dict[str, list[Any]]]:
     """Yield what somebody's lines hold, by column."""
     for name in names:
@@ -252,4 +241,20 @@ def _foreign(names: list[str]) -> Iterator[dict[str, list[Any]]]:
             odd = next((at for at, line in enumerate(lines) if line.keys() != keys), None)
             if odd is not None:
                 raise Damaged(f"{name}, about line {number + odd}: has other columns than the lines before it")
-            yield {key: [line[key] for line in lines] for key in keys}
+            columns = {key: [line[key] for line in lines] for key in keys}
+            _no_bytes(columns, f"{name}, about line {number}")
+            yield columns
+
+
+def _no_bytes(columns: dict[str, list[Any]], where: str) -> None:
+    """Refuse lines of an export that are taken by themselves, if nothing in them says what some of it is."""
+    names = [key for key, each in columns.items() if any(_is_bytes(value) for value in each)]
+    if names:
+        raise Damaged(
+            f"{where}: {', '.join(map(repr, names))} are bytes there, and their dtypes and shapes stand in the "
+            f"{FILE} of the folder that forebay export wrote, which is not there; import that folder"
+        )
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {BASE64}
